@@ -164,15 +164,15 @@ def overhead(rounds: int, times: int) -> Iterator[str]:
         f"\nMicroseconds per batch of {NUM_ENVS} no-op envs in two workers, in a jitted loop; in brackets, "
         "CPU time of the driver.\n"
     )
-    yield '| batch | local workers | data="tcp" | data="ray" | Ray alone |'
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| batch | local workers | on Ray | Ray alone |"
+    yield "| --- | ---: | ---: | ---: |"
     for name, nbytes in BATCHES.items():
         with ExitStack() as stack:
             runs: dict[str, Callable[[int], float]] = {}
-            for backend in ("process", jaxvec.Ray(data="tcp"), jaxvec.Ray(data="ray")):
+            for backend in ("process", "ray"):
                 env = partial(Busy, nbytes // NUM_ENVS)
                 made = jaxvec.make(env, NUM_ENVS, num_workers=2, backend=backend, final_obs=False)
-                runs[str(backend)] = Run(stack.enter_context(made))
+                runs[backend] = Run(stack.enter_context(made))
             runs["bare"] = Bare(nbytes)
             yield f"| {name} | {' | '.join(alternate(runs, rounds, times).values())} |"
 
@@ -210,10 +210,10 @@ def descriptors(rounds: int, _: int) -> Iterator[str]:
         yield f"| {actors} | {workers} | {statistics.median(found):g} |"
 
 
-def on_stage(workers_per_actor: int, data: str = "tcp") -> jaxvec.Ray:
+def on_stage(workers_per_actor: int) -> jaxvec.Ray:
     """Returns a backend that places each actor on a separate worker node."""
     share = {"CPU": 0, STAGE: ENVS_PER_NODE / workers_per_actor}
-    return jaxvec.Ray(workers_per_actor=workers_per_actor, resources_per_worker=share, data=data)
+    return jaxvec.Ray(workers_per_actor=workers_per_actor, resources_per_worker=share)
 
 
 def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
@@ -221,7 +221,7 @@ def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
     yield (
         f"\nEnv steps per second of envs with steps of 5 ms, {ENVS_PER_NODE} per simulated node: in one "
         "worker, which steps them sequentially (limit: 200 per node), and in four (limit: 800 "
-        'per node); in brackets, with `data="ray"` instead of `data="tcp"`.\n'
+        "per node).\n"
     )
     yield "| nodes | one worker | asynchronous | four workers | asynchronous | fractions of the limits |"
     yield "| ---: | ---: | ---: | ---: | ---: | --- |"
@@ -230,22 +230,21 @@ def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
         with cluster(count):
             for workers in (1, ENVS_PER_NODE):
                 for batch_size in (None, ENVS_PER_NODE // 2 * count):
-                    found: dict[str, list[float]] = {"tcp": [], "ray": []}
+                    found: list[float] = []
                     for _ in range(rounds):
-                        for data, each in found.items():
-                            with jaxvec.make(  # sequentially, because each pool needs all nodes
-                                partial(Busy, 1024, 0.005),
-                                ENVS_PER_NODE * count,
-                                num_workers=workers * count,
-                                backend=on_stage(workers, data),
-                                batch_size=batch_size,
-                            ) as envs:
-                                run = Run(envs)
-                                run(times)
-                                each.append((batch_size or ENVS_PER_NODE * count) / run(times))
-                    tcp, by_ray = (statistics.median(each) for each in found.values())
-                    rates.append(f"{tcp:,.0f} ({by_ray:,.0f})")
-                    shares.append(f"{tcp / (200 * count * workers):.0%}")
+                        with jaxvec.make(  # sequentially, because each pool needs all nodes
+                            partial(Busy, 1024, 0.005),
+                            ENVS_PER_NODE * count,
+                            num_workers=workers * count,
+                            backend=on_stage(workers),
+                            batch_size=batch_size,
+                        ) as envs:
+                            run = Run(envs)
+                            run(times)
+                            found.append((batch_size or ENVS_PER_NODE * count) / run(times))
+                    rate = statistics.median(found)
+                    rates.append(f"{rate:,.0f}")
+                    shares.append(f"{rate / (200 * count * workers):.0%}")
         yield f"| {count} | {' | '.join(rates)} | {', '.join(shares)} |"
 
 
@@ -255,21 +254,19 @@ def grouping(rounds: int, times: int) -> Iterator[str]:
         f"\nMicroseconds per batch of {NUM_ENVS} no-op envs in {NUM_ENVS} workers; in brackets, CPU time of "
         "the driver.\n"
     )
-    yield '| batch | actors | workers per actor | data="tcp" | data="ray" |'
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    yield "| batch | actors | workers per actor | time |"
+    yield "| --- | ---: | ---: | ---: |"
     for name in ("1 kB", "2 MB"):
         with ExitStack() as stack:
-            runs: dict[tuple[int, str], Run] = {}
+            runs: dict[int, Run] = {}
             for size in (NUM_ENVS, NUM_ENVS // 2, 1):
-                for data in ("tcp", "ray"):
-                    resources = {"CPU": 0.05}
-                    backend = jaxvec.Ray(workers_per_actor=size, resources_per_worker=resources, data=data)
-                    env = partial(Busy, BATCHES[name] // NUM_ENVS)
-                    made = jaxvec.make(env, NUM_ENVS, num_workers=NUM_ENVS, backend=backend, final_obs=False)
-                    runs[size, data] = Run(stack.enter_context(made))
+                backend = jaxvec.Ray(workers_per_actor=size, resources_per_worker={"CPU": 0.05})
+                env = partial(Busy, BATCHES[name] // NUM_ENVS)
+                made = jaxvec.make(env, NUM_ENVS, num_workers=NUM_ENVS, backend=backend, final_obs=False)
+                runs[size] = Run(stack.enter_context(made))
             found = alternate(runs, rounds, times)
         for size in (NUM_ENVS, NUM_ENVS // 2, 1):
-            yield f"| {name} | {NUM_ENVS // size} | {size} | {found[size, 'tcp']} | {found[size, 'ray']} |"
+            yield f"| {name} | {NUM_ENVS // size} | {size} | {found[size]} |"
 
 
 def rollouts(rounds: int, times: int) -> Iterator[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxvec import normalize as normalize
     from jaxvec import spaces as spaces
     from jaxvec import testing as testing
+    from jaxvec._remote.remote import Remote
     from jaxvec._rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._call import Handle
@@ -30,6 +31,7 @@ __all__ = [
     "Handle",
     "Ray",
     "Recycle",
+    "Remote",
     "Restart",
     "Rollout",
     "Rollouts",
@@ -58,6 +60,7 @@ _MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "spaces", 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
     "Handle": "callbacks._call",
+    "Remote": "_remote.remote",
     "Rollout": "_rollouts",
     "Rollouts": "_rollouts",
     "VectorEnv": "_vector_env",

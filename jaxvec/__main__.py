@@ -7,6 +7,10 @@ import sys
 
 if __name__ == "__main__":
     try:
+        if sys.argv[1:2] == ["worker"]:  # must not import jax
+            from jaxvec.cli._worker import main as serve
+
+            sys.exit(serve(sys.argv[2:]))
         from jaxvec.cli._main import main  # slow, as it imports jax, so Ctrl-C must work here
 
         code: int = main()

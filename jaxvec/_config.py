@@ -138,15 +138,19 @@ class Budget:
         _logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)
 
 
-# --- Workers on a Ray cluster ----------------------------------------------------------------------------
+# --- Workers on other machines ---------------------------------------------------------------------------
+
+
+class OtherMachines:
+    """Base class of backends with workers on other machines: `Ray`, and `Remote` of `_remote/remote.py`."""
+
 
 _RESOURCE_STEP = 0.0001  # Ray stores amounts of resources in multiples of this
-Data: TypeAlias = Literal["auto", "tcp", "ray"]
 Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 @dataclass(frozen=True)
-class Ray:
+class Ray(OtherMachines):
     """Options for workers on a Ray cluster, for `make(backend=...)`; `"ray"` is short for `Ray()`.
 
     Attributes:
@@ -160,8 +164,6 @@ class Ray:
             `"STRICT_SPREAD"`. `None` for no group, so that Ray places each actor independently.
         runtime_env: Runtime environment of the actors, as for Ray: `pip`, `working_dir`, … Ray uploads local
             directories when the process connects to the cluster, so they are rejected after that.
-        data: Transport of actions and results: `"tcp"`, a connection to each actor at a free port of its
-            node; `"ray"`, calls of Ray, at several times the cost; `"auto"`, the first one that is possible.
 
     Example:
         ```python
@@ -175,12 +177,10 @@ class Ray:
     resources_per_worker: Mapping[str, float] | None = None
     placement_strategy: Strategy | None = None
     runtime_env: Mapping[str, Any] | None = None
-    data: Data = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("placement_strategy", self.placement_strategy, (*get_args(Strategy), None))
-        _check_choice("data", self.data, get_args(Data))
-        _check_count("workers_per_actor", self.workers_per_actor, 1)
+        check_count("workers_per_actor", self.workers_per_actor, 1)
         for name, amount in self._of_worker.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(f"resources_per_worker[{name!r}] must be a number >= 0, not {amount!r}")
@@ -216,7 +216,7 @@ class Ray:
 StartMethod: TypeAlias = Literal["auto", "forkserver", "spawn"]
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
 
@@ -287,7 +287,7 @@ class Recycle:
             object.__setattr__(self, "memory", int(float(found[1]) * _UNITS[found[2]]))
         for name in ("steps", "descriptors"):
             if getattr(self, name) is not None:
-                _check_count(f"Recycle({name}=...)", getattr(self, name), 1)
+                check_count(f"Recycle({name}=...)", getattr(self, name), 1)
         object.__setattr__(self, "seconds", _check_seconds("Recycle(seconds=...)", self.seconds))
         _check_choice("Recycle(fallback=...)", self.fallback, get_args(Fallback))
         if (self.memory, self.steps, self.seconds, self.descriptors) == (None,) * 4:
@@ -347,7 +347,7 @@ class Workers:
         object.__setattr__(self, "preload", modules)  # not an iterator, which could be read only once
         object.__setattr__(self, "env", _variables(self.env))
         if self.num is not None:
-            _check_count("Workers(num=...)", self.num, 1)
+            check_count("Workers(num=...)", self.num, 1)
         _check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
         if self.init is not None and not callable(self.init):
             raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
@@ -359,7 +359,7 @@ class Workers:
         if self.preload and self.start_method == "spawn":
             raise ValueError('Workers(preload=...) needs the fork server; start_method="spawn" has none')
         if self.max_running is not None:
-            _check_count("Workers(max_running=...)", self.max_running, 1)
+            check_count("Workers(max_running=...)", self.max_running, 1)
             if sys.platform != "linux":
                 raise ValueError("Workers(max_running=...) needs Linux, for locks on parts of shared memory")
         if not isinstance(self.recycle, Recycle | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -407,7 +407,7 @@ class States:
     verify: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_count("States(max=...)", self.max, 0)
+        check_count("States(max=...)", self.max, 0)
         trust: Any = self.trust
         if not isinstance(trust, (tuple, list)) or not all(isinstance(each, type) for each in trust):
             raise TypeError(f"States(trust=...) must be a list of classes, not {trust!r}")
@@ -606,7 +606,7 @@ class PoolConfig:
     workers: Workers = Workers()
     batch_size: int | None = None
     recv_order: RecvOrder = "ready"
-    backend: Backend | Ray = "process"
+    backend: Backend | OtherMachines = "process"
     autoreset_mode: AutoresetMode | AutoresetName | None = None
     final_obs: bool = True
     info: Mapping[str, Any] | Iterable[str] | None = None
@@ -634,20 +634,19 @@ class PoolConfig:
             MaxSizes(self.max_sizes)  # raises if it is invalid
         object.__setattr__(self, "workers", self._merge_workers())
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
-            _check_count("states", self.states, 0)
+            check_count("states", self.states, 0)
             object.__setattr__(self, "states", States(self.states))
         _check_choice("recv_order", self.recv_order, get_args(RecvOrder))
         _check_choice("check", self.check, get_args(CheckMode))
         _check_choice("debug", self.debug, (False, True))
-        if not isinstance(self.backend, Ray) and self.backend not in get_args(Backend):
-            raise ValueError(
-                f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {self.backend!r}'
-            )
+        if not isinstance(self.backend, OtherMachines) and self.backend not in get_args(Backend):
+            names = '"process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote'
+            raise ValueError(f"backend must be {names}, not {self.backend!r}")
         if self.backend == "ray":
             object.__setattr__(self, "backend", Ray())
         if self.envs_per_instance is not None:
-            _check_count("envs_per_instance", self.envs_per_instance, 1)
-        _check_count("spare_envs", self.spare_envs, 0)
+            check_count("envs_per_instance", self.envs_per_instance, 1)
+        check_count("spare_envs", self.spare_envs, 0)
         autoreset, restart = self.autoreset, self.restart
         manual_reset = autoreset is not None and not autoreset.resets
         if self.spare_envs and manual_reset:
@@ -667,11 +666,11 @@ class PoolConfig:
                     'Restart(retry="restore") needs autoreset: without it, the program itself resets or '
                     "restores an env after a fault"
                 )
-        if self.workers.python is not None and isinstance(self.backend, Ray):
+        if self.workers.python is not None and isinstance(self.backend, OtherMachines):
             raise ValueError(
-                "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
+                "Workers(python=...) needs workers on this machine; a host of workers has its own Python"
             )
-        if self.workers.recycle is not None and isinstance(self.backend, Ray):
+        if self.workers.recycle is not None and isinstance(self.backend, OtherMachines):
             raise ValueError(
                 "Workers(recycle=...) needs workers on this machine; on a cluster, a new process lacks the "
                 "rows that it would continue from. Use on_fault=Restart(...) there"
@@ -685,14 +684,13 @@ class PoolConfig:
             object.__setattr__(self, "record_faults", os.path.abspath(self.record_faults))
             rejected: dict[str, Any] = {"envs_per_instance": self.envs_per_instance}
             rejected |= {"spare_envs": self.spare_envs, "reset_options": self.reset_options}
-            rejected |= {"a Ray cluster": isinstance(self.backend, Ray)}
+            rejected |= {"workers on other machines": isinstance(self.backend, OtherMachines)}
             _reject("does not go with record_faults; remove one of them", rejected)
-        if self.debug and isinstance(self.backend, Ray):
+        if self.debug and isinstance(self.backend, OtherMachines):
             raise ValueError("debug=True needs workers on this machine, which share the program's terminal")
-        if self.workers.max_running is not None and isinstance(self.backend, Ray):
+        if self.workers.max_running is not None and isinstance(self.backend, OtherMachines):
             raise ValueError(
-                "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs per "
-                "worker"
+                "Workers(max_running=...) needs workers on this machine; on others, use fewer workers"
             )
         if self.envs_per_instance is not None:
             rejected = {"on_fault": restart, "check": self.strict}
@@ -769,16 +767,16 @@ class PoolConfig:
                 "reset_options does not go with a batched env, which resets its envs itself; pass options to "
                 "reset, or make the envs one by one"
             )
-        if self.states.max and isinstance(self.backend, Ray):
+        if self.states.max and isinstance(self.backend, OtherMachines):
             raise ValueError(
-                "reset_options and states cannot be combined on a Ray cluster: a restore would not reach the "
-                "options that this process keeps for the envs. Remove one of them, or use local workers"
+                "reset_options and states can be combined only with workers on this machine: on others, a "
+                "restore would not reach the options that this process keeps for the envs. Remove one of them"
             )
 
     def _merge_workers(self) -> Workers:
         if self.num_workers is None:
             return self.workers
-        _check_count("num_workers", self.num_workers, 1)
+        check_count("num_workers", self.num_workers, 1)
         if self.workers.num not in (None, self.num_workers):
             raise ValueError(
                 f"num_workers={self.num_workers} and Workers(num={self.workers.num}) differ; pass one of them"

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from jaxvec._arguments import derive_seeds
-from jaxvec._config import Budget, OnFault, PoolConfig, Ray, Restart, Timeouts, parse_restart
+from jaxvec._config import Budget, OnFault, PoolConfig, Ray, Restart, Timeouts, check_count, parse_restart
 from jaxvec._errors import (
     ActorDiedError,
     EnvError,
@@ -43,6 +43,7 @@ from jaxvec._errors import (
     WorkerDiedError,
 )
 from jaxvec._ray import cluster, nodes
+from jaxvec._remote.wire import versions
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.worker import pickle_given
@@ -111,7 +112,7 @@ class RolloutActor:
         """Makes and resets the pool of a pickled `Program`. `incarnation` counts replacements, from 0."""
         try:
             program: Program = cloudpickle.loads(pickled)
-            version = nodes.node_identity()["jaxvec"]
+            version = versions()["jaxvec"]
             if program.jaxvec != version:
                 raise ImportError(
                     f"jaxvec has version {version} on this node, but {program.jaxvec} in the learner's "
@@ -659,12 +660,12 @@ class Rollouts:
             raise ValueError(f'backend must be "ray" or a jaxvec.Ray, not {backend!r}')
         counts = {"num_envs": num_envs, "num_actors": num_actors, "in_flight": in_flight}
         for name, count in {**counts, "min_actors": min_actors}.items():
-            _check_count(name, count, 1)
+            check_count(name, count, 1)
         if min_actors > num_actors:
             raise ValueError(f"min_actors, {min_actors}, must be at most num_actors, {num_actors}")
-        _check_count("seed", seed, 0)
+        check_count("seed", seed, 0)
         if max_lag is not None:
-            _check_count("max_lag", max_lag, 0)
+            check_count("max_lag", max_lag, 0)
         if "num_workers" in options:
             raise TypeError(
                 "Rollouts has no option 'num_workers': Ray(workers_per_actor=) sets the number of workers of "
@@ -675,7 +676,7 @@ class Rollouts:
         options |= {"num_workers": workers, "on_fault": on_fault, "timeouts": timeouts}
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
         jax_options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
-        program = Program(rollout, env, num_envs, seed, options, nodes.node_identity()["jaxvec"], jax_options)
+        program = Program(rollout, env, num_envs, seed, options, versions()["jaxvec"], jax_options)
         pickled = pickle_given(program, _refuse)
         cluster.connect(ray_options, timeouts.start)
         self._ray: Any = importlib.import_module("ray")
@@ -790,11 +791,6 @@ class Rollouts:
             raise PoolBrokenError(
                 f"the Rollouts failed before; create new ones: {self._broken}"
             ) from self._broken
-
-
-def _check_count(name: str, count: Any, least: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {count!r}")
 
 
 def _refuse(error: Exception) -> NotPicklableError:

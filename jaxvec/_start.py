@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
-from jaxvec._config import Budget, PoolConfig, Ray
+from jaxvec._config import Budget, OtherMachines, PoolConfig, Ray
 from jaxvec._envs import constructors, foreign_env
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import UnsupportedSpaceError
@@ -32,6 +32,7 @@ from jaxvec._workers.worker import WorkerRecipe
 
 if TYPE_CHECKING:
     from jaxvec._ray.cluster import RayCluster
+    from jaxvec._remote.remote import Remote
 
 
 def start(
@@ -128,7 +129,7 @@ def _adopt(
     return [lambda: env], env.num_envs, replace(config, backend="serial", envs_per_instance=env.num_envs)
 
 
-def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bool) -> WorkerGroup:
+def _workers(recipe: WorkerRecipe, cluster: RayCluster | Remote | None, *, learn_info: bool) -> WorkerGroup:
     config = recipe.config
     budget = Budget(config.restart, len(recipe.slices))
     python, dispatch = config.workers.python, config.settings.dispatch
@@ -155,21 +156,25 @@ def _autoreset_of(description: Description) -> Autoreset:
     return Autoreset(mode)
 
 
-def _cluster(config: PoolConfig) -> RayCluster | None:
-    """Connects to the Ray cluster of the workers, if the backend is Ray."""
-    if not isinstance(config.backend, Ray):
+def _cluster(config: PoolConfig) -> RayCluster | Remote | None:
+    """Returns the source of worker hosts, if workers are on other machines; connects to a Ray cluster."""
+    if not isinstance(config.backend, OtherMachines):
         return None
+    if not isinstance(config.backend, Ray):
+        return cast("Remote", config.backend)
     from jaxvec._ray import cluster as ray_cluster  # imports Ray, which is optional
 
     return ray_cluster.connect(config.backend, config.timeouts.start)
 
 
-def _num_workers(config: PoolConfig, num_envs: int, cluster: RayCluster | None) -> int:
+def _num_workers(config: PoolConfig, num_envs: int, cluster: RayCluster | Remote | None) -> int:
     num_workers = config.workers.num
     if config.backend == "serial":
         return 1
     if num_workers is None:
-        return min(num_envs, usable_cores()) if cluster is None else cluster.num_workers(num_envs)
+        if cluster is not None:
+            return cluster.num_workers(num_envs, config.timeouts.start)
+        return min(num_envs, usable_cores())
     if num_workers > num_envs:
         raise ValueError(
             f"num_workers must be an integer from 1 to num_envs ({num_envs}), not {num_workers!r}"

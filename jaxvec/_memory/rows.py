@@ -578,6 +578,13 @@ class RowPacker:
         self._packed: _Batch | None = None
         self._unpacked: _Batch | None = None
 
+    @property
+    def max_bytes(self) -> int:
+        """The length of a buffer with the rows of all slots."""
+        parts = [*self._whole, *self._dense, *(array for array, _ in self._sparse)]
+        slots = len(self._dense[0]) * _INTEGER.itemsize
+        return _SLOTS_OFFSET + align(slots) + sum(align(part.nbytes) for part in parts)
+
     def pack(self, slots: NDArray[Any]) -> NDArray[np.uint8]:
         """Packs the rows of `slots`, ascending `[n]`. The buffer is valid until the next call."""
         batch = self._packed

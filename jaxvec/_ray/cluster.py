@@ -1,9 +1,7 @@
-"""The connection to a Ray cluster, and the launcher that runs a pool's workers in actors there.
+"""The connection to a Ray cluster, and the launcher that runs hosts of workers in actors there.
 
-    RayCluster --makes--> RayLauncher --one per actor--> ActorLink (link.py) --wire--> ActorHost (actor.py)
-
-The pool and its supervisor know nothing of Ray: a lost actor is a group of dead workers, which are replaced
-as such. Ray is imported only when `connect` is called.
+Ray places, starts and ends the hosts. Each dials in to this process, as those of `jaxvec.Remote` do: see
+`_remote/link.py`. Ray is imported only when `connect` is called.
 """
 
 from __future__ import annotations
@@ -11,18 +9,21 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-from collections import Counter
-from functools import partial
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxvec._config import PoolConfig, Ray
-from jaxvec._memory.segment import Arrays, Layout, attach_segment
 from jaxvec._ray import nodes
-from jaxvec._ray.link import ActorLink, RemoteWorker, WakePipe
+from jaxvec._remote.link import HostLauncher, HostLostError, HostSource
+from jaxvec._remote.wire import KEY_BYTES, Host, Listener
 from jaxvec._util import check_versions, install_command
-from jaxvec._workers.base import Launcher, Slices
+from jaxvec._workers.base import Slices
 
 _CONNECT_TIMEOUT = 10.0  # seconds for the head's machine to answer
+_PLACE_CHECK_INTERVAL = 1.0  # seconds between checks that an actor can still be placed
+_CAUSE_TIMEOUT = 2.0  # seconds in which Ray may find out why an actor's connection ended
 
 _shipped: dict[str, dict[str, Any]] = {}  # directories that Ray shipped at connection, by `_connection`
 
@@ -53,7 +54,7 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
         nodes.check_reachable(address, seconds)
         ray.init(address=options.address, runtime_env=dict(directories) or None)  # Ray modifies the dict
         _shipped[_connection(ray)] = directories
-    elif options.address not in (None, "auto", "local", ray.get_runtime_context().gcs_address):
+    elif not _is_connected_to(ray, options.address):
         raise ValueError(
             f"address is {options.address!r}, but this process is connected to the Ray cluster at "
             f"{ray.get_runtime_context().gcs_address}; omit address, or call ray.shutdown() first"
@@ -64,6 +65,11 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
             "and this one was connected already; pass it to ray.init(runtime_env=...) instead"
         )
     return RayCluster(ray, options)
+
+
+def _is_connected_to(ray: Any, address: str | None) -> bool:
+    connected, here = ray.get_runtime_context().gcs_address, ray.util.get_node_ip_address()
+    return nodes.is_same_head(address, connected, here)
 
 
 def _connection(ray: Any) -> str:
@@ -99,7 +105,7 @@ class RayCluster:
         self._ray = ray
         self._options = options
 
-    def num_workers(self, num_envs: int) -> int:
+    def num_workers(self, num_envs: int, timeout: float | None) -> int:
         """Returns the number of workers that fit now, at least one and at most one per env."""
         if not any(self._options.of_actor(1).values()):
             return num_envs
@@ -113,149 +119,168 @@ class RayCluster:
         Raises `ValueError` if no node can hold an actor, `TimeoutError` if a placement group finds no room.
         """
         size, num_workers = self._options.workers_per_actor, len(slices)
-        counts = [min(size, num_workers - first) for first in range(0, num_workers, size)]
+        groups = [range(first, min(first + size, num_workers)) for first in range(0, num_workers, size)]
+        counts = [len(group) for group in groups]
         for count in {*counts}:  # the last actor may have fewer
             self._options.check(count)
         nodes.check_place(self._ray, self._options.of_actor(counts[0]))
         placement = nodes.Placement(self._ray, self._options, counts, config.timeouts.start)
-        return RayLauncher(self._ray, self._options, slices, config, placement)
+        return RayLauncher(self._ray, self._options, groups, slices, config, placement)
 
 
-class RayLauncher(Launcher):
-    """The launcher of workers in actors of a Ray cluster."""
-
-    at_sockets = True
+class RayLauncher(HostLauncher):
+    """The launcher of hosts in actors of a Ray cluster."""
 
     def __init__(
-        self, ray: Any, options: Ray, slices: Slices, config: PoolConfig, placement: nodes.Placement
+        self,
+        ray: Any,
+        options: Ray,
+        groups: Sequence[range],
+        slices: Slices,
+        config: PoolConfig,
+        placement: nodes.Placement,
     ) -> None:
+        super().__init__(groups, slices, config, self._make_actor_host)
         self._ray = ray
         self._options = options
-        self._slices = slices
-        self._config = config.for_workers()
         self._placement = placement
         self._dead_nodes = nodes.find_dead_nodes(ray)
-        self._wake_pipe: WakePipe | None = None  # once a worker is launched
-        self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
-        self._links: dict[int, ActorLink] = {}  # latest link of each actor, by the actor's first worker
-        self._incarnations: Counter[int] = Counter()  # by worker
+        self._key = secrets.token_bytes(KEY_BYTES)  # Ray brings it to the actors
+        self._listener = Listener(ray.util.get_node_ip_address(), 0, self._key)
         self._head = nodes.HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
 
-    def partition(self, slices: Slices) -> Slices:
-        # Ring only the first worker's doorbell for all slots of an actor: its `Shipper` waits for that one.
-        parts: list[tuple[int, int]] = []
-        for worker in range(len(slices)):
-            members = self._members(worker)
-            stop = slices[members[-1]][1]
-            parts.append((slices[worker][0] if worker == members[0] else stop, stop))
-        return tuple(parts)
-
-    def launch(self, worker: int) -> tuple[RemoteWorker, RemoteWorker]:
-        if self._head.lost:
-            raise ConnectionError(self._head.lost)
-        if self._wake_pipe is None:
-            self._wake_pipe = WakePipe()
-        self._incarnations[worker] += 1
-        members = self._members(worker)
-        link = self._links.get(members[0])
-        if link is None or link.lost:
-            if link is not None and (why := self._placement.loss()):
-                raise ConnectionError(why)
-            link = self._links[members[0]] = ActorLink(
-                self._ray,
-                partial(self._start_actor, members),
-                options=self._options,
-                placement=self._placement,
-                workers=members,
-                slices=self._slices[members.start : members.stop],
-                config=self._config,
-                wake_pipe=self._wake_pipe,
-                map_segment=self._map_segment,
-                dead_nodes=self._dead_nodes,
-                predecessor=link,
-            )
-        remote = link.launch(worker, self._incarnations[worker])
-        return remote, remote
+    def check_replaceable(self, is_lost: bool) -> None:
+        if why := self._head.lost or (is_lost and self._placement.loss()):
+            raise ConnectionError(why)
 
     def close(self) -> None:
         self._head.close()
-        for link in self._links.values():
-            link.close(timeout=1)
-        self._links.clear()
-        self._arrays = None
-        if self._wake_pipe is not None:
-            self._wake_pipe.close()
+        super().close()
+        self._listener.close()
         if not self._head.lost:
             self._placement.close()
 
-    def _map_segment(self, descriptor: int, layout: Layout) -> Arrays:
-        """Maps the pool's segment, once for all links, because each mapping holds a descriptor."""
-        if self._arrays is None:
-            self._arrays = attach_segment(descriptor, layout)
-        return self._arrays
-
-    def _members(self, worker: int) -> range:
-        size = self._options.workers_per_actor
-        first = worker // size * size
-        return range(first, min(first + size, len(self._slices)))
-
-    def _start_actor(self, workers: range) -> Any:
-        number = workers[0] // self._options.workers_per_actor
+    def _make_actor_host(self, number: int, workers: range) -> HostSource:
         runtime_env = nodes.split_runtime_env(self._options.runtime_env or {})[1]
         options = self._placement.actor_options(number, len(workers), runtime_env)
-        # Two threads: if the pool falls back to Ray, `serve` may still wait for a connection during `run`.
-        options["concurrency_groups"] = {"stream": 2}
-        return self._ray.remote(**options)(_actor_class()).remote()
+        actor_class = self._ray.remote(**options)(_actor_class())
+        needs = self._options.of_actor(len(workers))
+        return _RayHost(
+            self._ray, actor_class, needs, self._placement, self._dead_nodes, self._listener, self._key
+        )
 
     def _lose(self, why: str) -> None:
         for link in list(self._links.values()):
             link.lose(why, reachable=False)
 
 
+@dataclass
+class _RayHost(HostSource):
+    """A host in an actor. The actor is started again if its node dies before it answers.
+
+    Ray places actors on a dead node until it notices the death, seconds later. If that counted as another
+    fault, one dead node could use up all restarts.
+    """
+
+    ray: Any
+    actor_class: Any
+    needs: dict[str, float]  # resources of the actor
+    placement: nodes.Placement
+    dead_nodes: set[str]
+    listener: Listener
+    key: bytes
+    actor: Any = None
+    serving: Any = None  # pending call of `serve`, which fails if the actor is lost
+    place: str = "no node yet"
+
+    def start(self, check: Callable[[], None]) -> Host:
+        try:
+            self._start_actor(check)
+            token = secrets.token_hex()
+            self.serving = self.actor.serve.remote(self.listener.address, self.key, self.place, token)
+            while (host := self.listener.take(lambda host: host.token == token, 0.2)) is None:
+                self._check(check)
+                self._raise_failure(timeout=0)
+            return host
+        except OSError as error:
+            host, port = self.listener.address
+            raise HostLostError(
+                f"can't connect to this process at {host}:{port}: {error}; allow TCP connections from the "
+                "nodes to free ports of this machine in the firewall"
+            ) from error
+        except self.ray.exceptions.RayError as error:
+            raise HostLostError(nodes.describe_loss(error)) from error
+
+    def cause(self) -> None:
+        if self.ray.is_initialized():  # otherwise `ray.wait` would start another cluster
+            try:
+                self._raise_failure(_CAUSE_TIMEOUT)
+            except self.ray.exceptions.RayError as error:
+                raise HostLostError(nodes.describe_loss(error)) from error
+
+    def _raise_failure(self, timeout: float) -> None:
+        """Raises the error of `serve`, if it ends in time."""
+        if self.ray.wait([self.serving], timeout=timeout)[0]:
+            try:
+                self.ray.get(self.serving)
+            except self.ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise (cause if isinstance(cause, OSError) else HostLostError(str(cause))) from error
+
+    def end(self) -> None:
+        # `ray.kill` blocks if Ray's head node is gone, and starts another cluster if Ray was shut down.
+        if self.actor is not None and self.ray.is_initialized():
+            self.ray.kill(self.actor, no_restart=True)
+
+    def _start_actor(self, check: Callable[[], None]) -> None:
+        while True:
+            self.actor = self.actor_class.remote()
+            try:
+                # Retried, since until Ray notices the death, it reports "unavailable" and lists no dead node.
+                reference = self.actor.identify.options(max_task_retries=-1).remote()
+                while not self.ray.wait([reference], timeout=_PLACE_CHECK_INTERVAL)[0]:
+                    self.place = f"no node yet, as Ray has not started its actor, which needs {self.needs},"
+                    self._check(check)
+                self.place = self.ray.get(reference)
+                return
+            except self.ray.exceptions.RayActorError:
+                known, self.dead_nodes = self.dead_nodes, nodes.find_dead_nodes(self.ray)
+                self._check(check)
+                if self.dead_nodes <= known:
+                    raise
+
+    def _check(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except HostLostError:  # `end` ran before there was an actor, or beside its start
+            self.end()
+            raise
+        if why := self.placement.loss():
+            raise HostLostError(f"was not started: {why}")
+        nodes.check_descriptors()
+
+
 def _actor_class() -> type:
     """Returns the actor's class, which Ray pickles by value. So a node without jaxvec can report that."""
-    method: Any = importlib.import_module("ray").method
 
     class JaxvecWorkers:
-        def identify(self) -> dict[str, str]:
+        def identify(self) -> str:
             import importlib
-            import platform
 
             ray: Any = importlib.import_module("ray")
             context = ray.get_runtime_context()
-            self._ip_address: str = ray.util.get_node_ip_address()
-            identity = {
-                "node": f"node {self._ip_address} ({context.get_node_id()[:12]})",
-                "Python": ".".join(platform.python_version_tuple()[:2]),
-            }
+            return f"node {ray.util.get_node_ip_address()} ({context.get_node_id()[:12]})"
+
+        def serve(self, address: tuple[str, int], key: bytes, node: str, token: str) -> None:
+            import importlib
+
             try:
-                identity["jaxvec"] = importlib.import_module("jaxvec").__version__
-                self._link = importlib.import_module("jaxvec._ray.link")
+                host = importlib.import_module("jaxvec._remote.host")
             except Exception as error:
-                identity["error"] = f"{type(error).__name__}: {error}"
-            return identity
-
-        def clock(self) -> int:
-            import time
-
-            return time.monotonic_ns()
-
-        def init(self, workers: range, slices: Any, config: Any) -> None:
-            self._host = self._link.ActorHost(workers, slices, config)
-
-        def call(self, name: str, *args: Any) -> None:
-            self._host.call(name, *args)
-
-        def listen(self, key: bytes) -> tuple[str, int]:
-            self._listener = self._link.Listener(self._ip_address, key)
-            return self._listener.address
-
-        @method(concurrency_group="stream")
-        def serve(self) -> None:
-            self._link.serve(self._host, self._listener)
-
-        @method(concurrency_group="stream")
-        def run(self) -> Any:
-            yield from self._host.run()
+                raise ImportError(
+                    f"can't import jaxvec ({type(error).__name__}: {error}); install it on the node, or let "
+                    'Ray install it: backend=jaxvec.Ray(runtime_env={"pip": ["jaxvec"]})'
+                ) from None
+            host.serve_pool(address, key, node=node, token=token)
 
     return JaxvecWorkers

@@ -6,17 +6,17 @@ import errno
 import importlib
 import inspect
 import os
-import platform
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from jaxvec._config import Ray
-from jaxvec._envs.failures import Report
+from jaxvec._remote.link import HostLostError
 
 # --- Runtime environments: Ray ships directories when a process connects, and the rest with each actor
 
@@ -56,20 +56,6 @@ def _is_path(location: Any) -> bool:
 
 _HEAD_CHECK_INTERVAL = 1.0  # seconds between checks of the head
 _HEAD_TIMEOUT_FRACTION = 2 / 3  # of the time that Ray waits for a head to come back
-
-
-class ActorLostError(Exception):
-    """The reason why an actor can't be used, a phrase that follows its workers' names."""
-
-
-class TooManyFilesError(ActorLostError):
-    """No file descriptors are left for a connection to an actor."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "can't be reached: this program has too many open files, and each actor needs some; raise its "
-            "limit (ulimit -n), or raise workers_per_actor"
-        )
 
 
 class HeadMonitor:
@@ -123,31 +109,23 @@ def check_reachable(address: str, timeout: float) -> None:
         ) from error
 
 
+def is_same_head(address: str | None, connected: str, here: str) -> bool:
+    """Returns whether an option `address` names the head at `connected`; `here` is this machine's address."""
+    if address in (None, "auto", "local", connected):
+        return True
+    scheme, _, rest = str(address).rpartition("://")
+    (host, _, port), (head, _, head_port) = rest.rpartition(":"), connected.rpartition(":")
+    with suppress(OSError):  # an unknown name
+        found = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
+        is_local = head == here and not found.isdisjoint(("127.0.0.1", "::1"))
+        # The port of "ray://" is that of Ray's client server.
+        return (head in found or is_local) and (port == head_port or scheme == "ray")
+    return False
+
+
 def _connect(address: str, timeout: float) -> None:
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout).close()
-
-
-def node_identity() -> dict[str, str]:
-    """Returns the versions that must be equal on all nodes."""
-    return {
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        "jaxvec": importlib.import_module("jaxvec").__version__,
-    }
-
-
-def check_node_identity(identity: Mapping[str, str]) -> None:
-    """Checks the result of an actor's `identify`; raises `ActorLostError` if its node can't be used."""
-    if "error" in identity:
-        raise ActorLostError(
-            f"can't import jaxvec ({identity['error']}); install it on the node, or let Ray install it: "
-            'backend=jaxvec.Ray(runtime_env={"pip": ["jaxvec"]})'
-        )
-    for name, version in node_identity().items():
-        if identity[name] != version:
-            raise ActorLostError(
-                f"has {name} {identity[name]}, but this process has {version}; install the same version"
-            )
 
 
 def find_dead_nodes(ray: Any) -> set[str]:
@@ -156,29 +134,14 @@ def find_dead_nodes(ray: Any) -> set[str]:
 
 
 def check_descriptors() -> None:
-    """Raises `TooManyFilesError` if no descriptor is left. Ray would retry its connection forever."""
+    """Raises `HostLostError` if no descriptor is left. Ray would retry its connection forever."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        raise TooManyFilesError from error
-
-
-def measure_clock_offset(read_clock: Callable[[], int]) -> int:
-    """Returns an actor's monotonic clock minus this process's, in ns, to within half a round trip."""
-    measured: list[tuple[int, int]] = []
-    for _ in range(5):  # the fastest round trip gives the smallest error
-        start = time.monotonic_ns()
-        remote = read_clock()
-        stop = time.monotonic_ns()
-        measured.append((stop - start, remote - (start + stop) // 2))
-    return min(measured)[1]
-
-
-def add_node_to_report(report: Report, node: str) -> Report:
-    hint = ""
-    if report.kind in ("ModuleNotFoundError", "ImportError"):
-        hint = '; install it there, or let Ray install it: backend=jaxvec.Ray(runtime_env={"pip": [...]})'
-    return replace(report, message=f"{report.message} (on {node}{hint})")
+        raise HostLostError(
+            "can't be reached: this program has too many open files, and each actor needs some; raise its "
+            "limit (ulimit -n), or raise workers_per_actor"
+        ) from error
 
 
 def describe_loss(error: BaseException) -> str:

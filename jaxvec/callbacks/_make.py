@@ -22,8 +22,8 @@ from jaxvec._config import (
     Backend,
     CheckMode,
     OnFault,
+    OtherMachines,
     PoolConfig,
-    Ray,
     RecvOrder,
     Restart,
     States,
@@ -137,7 +137,7 @@ def make(
     workers: Workers = Workers(),  # noqa: B008 - it is immutable
     batch_size: int | None = None,
     recv_order: RecvOrder = "ready",
-    backend: Backend | Ray = "process",
+    backend: Backend | OtherMachines = "process",
     autoreset_mode: AutoresetMode | AutoresetName | None = None,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
@@ -201,7 +201,8 @@ def make(
     Args: Workers
         num_workers: Number of worker processes; by default the usable cores, or a Ray cluster's free CPUs.
         backend: `"process"`; `"serial"`, which steps all envs in this process, for debugging and for a few
-            fast envs; `"ray"`, or a `jaxvec.Ray` with options, for workers on the nodes of a Ray cluster.
+            fast envs; `"ray"`, or a `jaxvec.Ray` with options, for workers on the nodes of a Ray cluster; a
+            `jaxvec.Remote` for workers on machines that dial in.
         workers: A `jaxvec.Workers`, such as the start method and environment variables of the workers.
 
     Args: Asynchronous mode

@@ -638,7 +638,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxvec",
         description="Diagnose this installation or a program; check or benchmark an env; start a program.",
-        epilog=EXIT_CODES,
+        epilog=f"Another command, worker, serves envs of remote pools: see its --help.\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -34,7 +34,8 @@ from support.scripts import leftovers
 
 import jaxvec
 from jaxvec._ray import cluster as _cluster
-from jaxvec._ray import link as _link
+from jaxvec._remote import link as _link
+from jaxvec._remote import wire
 from jaxvec._workers import fork
 from jaxvec.spaces import pad
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -129,9 +130,6 @@ def test_workers_there_run_worker_init_first(make_on_ray):
 
 # --- The local pool is the oracle -----------------------------------------------------------------
 
-# Tests that use both dispatches use both ways of data, too.
-DATA = {"native": "tcp", "portable": "ray"}
-
 ENVS = {
     "CartPole-v1": [partial(gymnasium.make, "CartPole-v1")] * NUM_ENVS,
     "NestedEnv": [partial(NestedEnv, length) for length in (3, 7, 5, 1, 4)],
@@ -156,8 +154,7 @@ ENVS = {
 def test_a_compiled_loop_gets_what_it_gets_from_local_workers(make, make_on_ray, name, transport, dispatch):
     actions = sample_actions(ENVS[name], 40)
     options = {"transport": transport, "dispatch": dispatch}
-    backend = jaxvec.Ray(data=DATA[dispatch])
-    on_ray = scan(make_on_ray(ENVS[name], backend=backend, **options), actions)
+    on_ray = scan(make_on_ray(ENVS[name], **options), actions)
     local = scan(make(ENVS[name], num_workers=2, **options), actions)
     assert_equal(on_ray, local)
     assert on_ray[1].info["_final_obs"].any()  # autoresets were among them
@@ -334,8 +331,7 @@ def test_replaced_worker_gets_the_settings_and_states_of_its_envs(make_on_ray):
 
 @pytest.mark.parametrize("dispatch", ["native", pytest.param("portable", marks=pytest.mark.nightly)])
 def test_what_was_sent_before_a_question_is_done_before_its_answer(make_on_ray, dispatch):
-    backend = jaxvec.Ray(data=DATA[dispatch])
-    envs = make_on_ray(CountingEnv, 4, batch_size=2, dispatch=dispatch, backend=backend)
+    envs = make_on_ray(CountingEnv, 4, batch_size=2, dispatch=dispatch)
     envs.reset()
     envs.recv()
     for steps in range(1, 30):
@@ -360,8 +356,11 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
 
     def telling_an_hour_more():
         class Ahead(actor_class()):
-            def clock(self):
-                return super().clock() + hour
+            def serve(self, *args):
+                from jaxvec._remote import host
+
+                host._clock = lambda: time.monotonic_ns() + hour
+                super().serve(*args)
 
         return Ahead
 
@@ -382,13 +381,12 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
     assert (np.abs(steps(make_on_ray(CountingEnv, 4)) + hour) < minute).all()
 
 
-@pytest.mark.parametrize("data", ["tcp", "ray"])
-def test_large_rows_travel(make, make_on_ray, data):
+def test_large_rows_travel(make, make_on_ray):
     def run(envs):
         envs.reset(seed=1)
         return [envs.step(np.zeros(2, int)) for _ in range(3)]
 
-    envs = make_on_ray(LargeEnv, 2, backend=jaxvec.Ray(data=data))
+    envs = make_on_ray(LargeEnv, 2)
     on_ray, local = run(envs), run(make(LargeEnv, 2, num_workers=2))
     assert_equal(on_ray, local)
 
@@ -490,7 +488,7 @@ def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkey
     monkeypatch.setattr(
         _link.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
     )
-    backend = jaxvec.Ray(workers_per_actor=2, data=DATA[dispatch])
+    backend = jaxvec.Ray(workers_per_actor=2)
     envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, dispatch=dispatch, step_timeout=None)
     envs.reset()
 
@@ -522,7 +520,7 @@ def test_dead_worker_of_an_actor_is_replaced_beside_the_others(make_on_ray, disp
         Parented,
         4,
         num_workers=4,
-        backend=jaxvec.Ray(workers_per_actor=4, data=DATA[dispatch]),
+        backend=jaxvec.Ray(workers_per_actor=4),
         on_fault=jaxvec.Restart("reset", None, rate=None),
         dispatch=dispatch,
     )
@@ -605,43 +603,22 @@ def test_distributed_learners_train_alike_on_local_and_ray_envs(cluster):
 # --- How data travel ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def closed_ports(monkeypatch):
-    """Makes actors report a port without a listener."""
+def test_a_firewall_between_an_actor_and_the_pool_is_told(make_on_ray, monkeypatch):
     actor_class = _cluster._actor_class
 
     def behind_a_firewall():
         class Behind(actor_class()):
-            def listen(self, key):
-                host, _ = super().listen(key)
-                with socket.create_server((host, 0)) as closed:
-                    return closed.getsockname()
+            def serve(self, address, *args):
+                with socket.create_server((address[0], 0)) as closed:
+                    port = closed.getsockname()[1]
+                super().serve((address[0], port), *args)
 
         return Behind
 
     monkeypatch.setattr(_cluster, "_actor_class", behind_a_firewall)
-
-
-def test_data_take_a_connection_where_they_can(make_on_ray):
-    envs = make_on_ray(CountingEnv, 2, num_workers=1)
-    envs.reset()
-    (link,) = probe.links(envs)
-    assert isinstance(link.wire, _link.TcpWire)
-
-
-def test_data_travel_through_ray_where_ports_are_closed(make_on_ray, closed_ports, caplog):
-    caplog.set_level("INFO", "jaxvec")
-    envs = make_on_ray(CountingEnv, 2, num_workers=1)
-    envs.reset()
-    assert envs.step(np.zeros(2, int)).info["episode_length"].tolist() == [1, 1]
-    why = r"using Ray instead of TCP for the data of one actor: it can't be reached at [\d.]+:\d+: .*refused"
-    assert re.search(why, caplog.text)
-
-
-def test_a_closed_port_is_an_error_if_a_connection_was_asked_for(make_on_ray, closed_ports):
-    said = r'worker 0 .* on node .* can\'t be reached at [\d.]+:\d+: .*refused.*use data="ray"'
+    said = r"worker 0 .* on node .* can't connect to this process at [\d.]+:\d+: .*refused.*firewall"
     with pytest.raises(jaxvec.WorkerDiedError, match=said):
-        make_on_ray(CountingEnv, 2, num_workers=1, backend=jaxvec.Ray(data="tcp"))
+        make_on_ray(CountingEnv, 2, num_workers=1)
 
 
 # --- Several requests in flight -------------------------------------------------------------------
@@ -650,14 +627,16 @@ def test_a_closed_port_is_an_error_if_a_connection_was_asked_for(make_on_ray, cl
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypatch, tmp_path, dispatch):
     shipped = []
-    wire = {"tcp": _link.TcpWire, "ray": _link.RayWire}[DATA[dispatch]]
-    move = wire.move
-    monkeypatch.setattr(wire, "move", lambda self, *args: (shipped.append(args), move(self, *args)))
+    ship = _link.HostLink.ship
+
+    def record(self, frame_type, data):
+        if frame_type != wire.MESSAGE:
+            shipped.append(frame_type)
+        ship(self, frame_type, data)
+
+    monkeypatch.setattr(_link.HostLink, "ship", record)
     gate = tmp_path / "gate"
-    backend = jaxvec.Ray(data=DATA[dispatch])
-    envs = make_on_ray(
-        lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, dispatch=dispatch, backend=backend
-    )
+    envs = make_on_ray(lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, dispatch=dispatch)
     first = envs.reset()
     del shipped[:]
     one, other = (np.array([each]) for each in first.info["env_id"])

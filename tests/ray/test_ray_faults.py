@@ -21,13 +21,15 @@ import psutil
 import pytest
 from support import disasters, probe
 from support.disasters import DEATHS, FAILURES, SleepingEnv, failing, wait_until, within
-from test_ray import DATA, Parented, assert_equal, cluster, make_on_ray, parents, pytestmark, ray, scan  # noqa: F401
+from test_ray import Parented, assert_equal, cluster, make_on_ray, parents, pytestmark, ray, scan  # noqa: F401
 
 import jaxvec
 from jaxvec._ray import cluster as _cluster
-from jaxvec._ray import link as _link
 from jaxvec._ray import nodes as _nodes
+from jaxvec._remote import wire
 from jaxvec.testing import CountingEnv
+
+cloudpickle.register_pickle_by_value(sys.modules[Parented.__module__])  # only the own module is, otherwise
 
 # --- Faults ---------------------------------------------------------------------------------------
 
@@ -84,8 +86,7 @@ def test_an_actor_that_dies_breaks_the_pool(make_on_ray, no_jax_log, by):
 def test_an_actor_that_dies_is_replaced(make_on_ray, dispatch):
     env = failing("step", DEATHS["SIGKILL"][0])
     on_fault = jaxvec.Restart("reset", None, rate=None)
-    backend = jaxvec.Ray(data=DATA[dispatch])
-    envs = make_on_ray(env, 4, on_fault=on_fault, dispatch=dispatch, backend=backend)
+    envs = make_on_ray(env, 4, on_fault=on_fault, dispatch=dispatch)
     handle, _ = jaxvec.reset(envs, seed=1)
     actions = np.array([0, 0, 7, 0, 0, 7, 0])[:, None] * np.ones(4, int)
     _, rows = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)
@@ -226,7 +227,7 @@ def test_a_node_that_dies_while_an_actor_starts_on_it_is_no_fault(
 def test_there_are_as_many_workers_as_there_is_room_for(cluster, options, num_envs, num_workers):
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # without those that others killed
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
-    assert _cluster.connect(jaxvec.Ray(**options), None).num_workers(num_envs) == num_workers
+    assert _cluster.connect(jaxvec.Ray(**options), None).num_workers(num_envs, None) == num_workers
 
 
 def test_that_many_workers_are_made(cluster, make):
@@ -307,9 +308,9 @@ def test_a_runtime_env_that_ray_does_not_know_is_refused(make_on_ray, runtime_en
 
 @pytest.mark.parametrize("what", ["jaxvec", "Python"])
 def test_a_node_with_another_version_is_named(make_on_ray, monkeypatch, what):
-    monkeypatch.setattr(_nodes, "node_identity", lambda: {what: "0.0.1"})
+    monkeypatch.setattr(wire, "versions", lambda: {what: "0.0.1"})
     with pytest.raises(
-        jaxvec.WorkerDiedError, match=rf"on node .* has {what} .*, but this process has 0\.0\.1"
+        jaxvec.WorkerDiedError, match=rf"on node .* has {what} .*, but the pool.s process has 0\.0\.1"
     ):
         make_on_ray(CountingEnv, 2)
 
@@ -336,12 +337,12 @@ def test_actors_that_find_no_room_time_out(make_on_ray):
 
 
 def test_too_many_open_files_are_told(make_on_ray, monkeypatch):
-    def connect(address, key):
+    def open_none(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(_link, "connect_to_actor", connect)
+    monkeypatch.setattr(_nodes.os, "open", open_none)
     with pytest.raises(jaxvec.WorkerDiedError, match="too many open files, .*ulimit -n"):
-        make_on_ray(CountingEnv, 2, backend=jaxvec.Ray(data="auto"))
+        make_on_ray(CountingEnv, 2)
 
 
 def test_the_workers_of_an_actor_take_no_descriptors_here(make_on_ray):
@@ -461,7 +462,6 @@ def test_trials_of_tune_have_pools_of_their_own(cluster, tmp_path):
     ("options", "said"),
     [
         ({"placement_strategy": "SCATTER"}, "placement_strategy must be one of PACK, SPREAD"),
-        ({"data": "udp"}, "data must be one of auto, tcp, ray, not 'udp'"),
         ({"workers_per_actor": 0}, "workers_per_actor must be an integer of at least 1, not 0"),
         ({"resources_per_worker": {"CPU": -1}}, r"resources_per_worker\['CPU'\] must be a number"),
         ({"resources_per_worker": {"GPU": "one"}}, r"resources_per_worker\['GPU'\] must be a number"),
@@ -481,6 +481,12 @@ def test_an_actor_of_fewer_workers_is_checked_too(make_on_ray):
     backend = jaxvec.Ray(resources_per_worker={"GPU": 0.5}, workers_per_actor=4)
     with pytest.raises(ValueError, match="an actor with 3 workers reserves 1.5, but Ray can reserve a part"):
         make_on_ray(CountingEnv, 7, num_workers=7, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["{ip}:{port}", "localhost:{port}", "127.0.0.1:{port}"])
+def test_another_name_of_the_same_head_is_accepted(cluster, name):
+    ip, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    _cluster.connect(jaxvec.Ray(name.format(ip=ip, port=port)), None)
 
 
 def test_another_address_is_refused(make_on_ray):

@@ -1,9 +1,11 @@
-"""The connection between a pool and an actor: what comes of it, and who gets none. Needs no Ray."""
+"""The connection between a pool and a host: what comes of it, and who gets none. Needs no Ray."""
 
 from __future__ import annotations
 
 import hmac
+import os
 import pickle
+import signal
 import socket
 import threading
 from contextlib import suppress
@@ -13,17 +15,10 @@ import pytest
 from support.disasters import PATIENCE, Background, wait_until
 
 from jaxvec._config import PoolConfig
-from jaxvec._ray import link, wire
-from jaxvec._ray.actor import ActorHost
-from jaxvec._ray.wire import (
-    KEY_BYTES,
-    MESSAGE,
-    HostFailure,
-    Listener,
-    ProcessEnd,
-    WorkerMessage,
-    connect_to_actor,
-)
+from jaxvec._remote import host as _host
+from jaxvec._remote import wire
+from jaxvec._remote.host import WorkerHost
+from jaxvec._remote.wire import KEY_BYTES, MESSAGE, HostFailure, Listener, ProcessEnd, WorkerMessage, dial
 
 KEY = bytes(range(KEY_BYTES))
 ROWS = 1
@@ -31,17 +26,29 @@ ROWS = 1
 
 @pytest.fixture
 def listener():
-    listener = Listener("127.0.0.1", KEY)
+    listener = Listener("127.0.0.1", 0, KEY)
     yield listener
-    listener._socket.close()
+    listener.close()
+
+
+def connect(address, key=KEY, **hello):
+    """Dials in as a host does, and says so."""
+    told = {"node": "node 1", "cores": 2, "max_envs": None, "token": "", **wire.versions()}
+    return dial(address, key, {**told, **hello})
+
+
+def accept(listener):
+    """Returns the pool's end of the next host's connection."""
+    host = listener.take(lambda host: True, PATIENCE)
+    return host.connection
 
 
 @pytest.fixture
 def ends(listener):
     """Yields both ends of a connection."""
-    accepted = Background(listener.accept)
-    here = connect_to_actor(listener.address, KEY)
-    there = accepted.result(PATIENCE)
+    here = connect(listener.address)
+    there = accept(listener)
+    here.max_rows = there.max_rows = 1 << 30
     yield here, there
     here.close()
     there.close()
@@ -136,9 +143,8 @@ def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkey
     monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 2.0)  # also for the one with the key
     stranger = socket.create_connection(listener.address)  # first
     heard = Background(lambda: proofless(stranger, said))
-    accepted = Background(listener.accept)
-    with_key = Background(lambda: connect_to_actor(listener.address, KEY))
-    there, here = accepted.result(PATIENCE), with_key.result(PATIENCE)
+    here = connect(listener.address)
+    there = accept(listener)
     assert len(heard.result(PATIENCE)) <= 32  # random bytes
     here.send(MESSAGE, b"welcome")
     assert there.receive()[1].tobytes() == b"welcome"
@@ -147,17 +153,69 @@ def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkey
     there.close()
 
 
-def test_nobody_gets_in_after_the_first(listener, ends):
+def test_silent_strangers_delay_no_host(listener, monkeypatch):
+    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 10.0 * PATIENCE)
+    strangers = [socket.create_connection(listener.address) for _ in range(20)]
+    here = connect(listener.address)
+    there = accept(listener)
+    here.send(MESSAGE, b"welcome")
+    assert there.receive()[1].tobytes() == b"welcome"
+    for end in (here, there, *strangers):
+        end.close()
+
+
+def test_more_strangers_than_are_examined_at_once_keep_no_host_out(listener, monkeypatch):
+    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 0.1)
+    strangers = [socket.create_connection(listener.address) for _ in range(2 * wire._MAX_STRANGERS)]
+    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 5.0)
+    connect(listener.address).close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_host_of_another_version_is_told_so_and_not_queued(listener):
+    here = connect(listener.address, jaxvec="0.0.1")
+    name, (why,) = pickle.loads(here.receive()[1])
+    assert name == "reject"
+    assert why.startswith("has jaxvec 0.0.1, but the pool's process has ")
+    assert listener.wait(1, 0) == []
+    here.close()
+
+
+def test_a_waiting_host_that_has_gone_is_not_taken(listener):
+    gone, here = connect(listener.address), connect(listener.address, node="node 2")
+    assert len(listener.wait(2, PATIENCE)) == 2
+    gone.close()
+    wait_until(lambda: len(listener.wait(0, 0)) == 1)
+    host = listener.take(lambda host: True, PATIENCE)
+    assert host.node == "node 2"
+    here.close()
+    host.connection.close()
+
+
+def test_waiting_hosts_are_told_that_the_listener_closes(listener):
+    here = connect(listener.address)
+    listener.wait(1, PATIENCE)
+    listener.close()
+    assert pickle.loads(here.receive()[1]) == ("close", ())
     with pytest.raises(ConnectionRefusedError):
-        connect_to_actor(listener.address, KEY)
+        connect(listener.address)
+    here.close()
 
 
-def test_a_proof_that_was_overheard_is_no_use():
-    """A stranger between two listeners of one key, which there never are, passes on what one was told."""
-    listener = Listener("127.0.0.1", KEY)
-    accepted = Background(listener.accept)
+@pytest.mark.parametrize(("kind", "longest"), [(MESSAGE, wire._MAX_MESSAGE), (ROWS, 1000)])
+def test_a_frame_longer_than_any_can_be_is_refused_unread(ends, kind, longest):
+    here, there = ends
+    there.max_rows = 1000
+    here._socket.sendall(wire._HEADER.pack(kind, longest + 1))
+    with pytest.raises(ConnectionError, match=f"announced a frame of {longest + 1} bytes"):
+        there.receive()
+
+
+def test_a_proof_that_was_overheard_is_no_use(listener):
+    """A stranger between a host and the listener passes on what the host told."""
     with socket.create_server(("127.0.0.1", 0)) as between:
-        connecting = Background(lambda: connect_to_actor(between.getsockname()[:2], KEY))
+        connecting = Background(lambda: connect(between.getsockname()[:2]))
         victim, _ = between.accept()
         with victim:
             victim.sendall(NONCE)  # not the listener's
@@ -167,14 +225,12 @@ def test_a_proof_that_was_overheard_is_no_use():
             victim.sendall(overheard[32:])  # its own proof
             with pytest.raises(ConnectionError, match="does not know the key"):
                 connecting.result(PATIENCE)
-    connect_to_actor(listener.address, KEY).close()
-    accepted.result(PATIENCE).close()
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, bytes(64)])
 def test_a_listener_that_does_not_know_the_key_is_refused(said):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connecting = Background(lambda: connect_to_actor(server.getsockname()[:2], KEY))
+        connecting = Background(lambda: connect(server.getsockname()[:2]))
         sock, _ = server.accept()
         with sock:
             with suppress(OSError):  # who hears enough to refuse us closes at once
@@ -184,19 +240,10 @@ def test_a_listener_that_does_not_know_the_key_is_refused(said):
                 connecting.result(PATIENCE)
 
 
-def test_who_is_not_awaited_any_more_is_refused(listener, monkeypatch):
-    monkeypatch.setattr(wire, "_CONNECT_TIMEOUT", 0.1)
-    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
-    with pytest.raises(TimeoutError):
-        listener.accept()
-    with pytest.raises(ConnectionRefusedError):
-        connect_to_actor(listener.address, KEY)
-
-
 def test_who_says_nothing_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
-        connect_to_actor(silent.getsockname()[:2], KEY)
+        connect(silent.getsockname()[:2])
 
 
 # --- Machines that are slow, or gone --------------------------------------------------------------
@@ -225,13 +272,13 @@ def test_who_has_no_time_to_read_is_not_lost(ends, monkeypatch):
     assert receiving.result(PATIENCE)[1].tobytes() == b"an answer"
 
 
-# --- The actor's end ------------------------------------------------------------------------------
+# --- The host's end ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def host():
-    host = ActorHost(range(1), ((0, 1),), PoolConfig())
-    yield host  # which ends with its actor
+    host = WorkerHost(range(1), ((0, 1),), PoolConfig())
+    yield host
     host._launcher.close()
     worker_slot = host._worker_slots[0]
     for end in (host._wake_writer, host._wake_reader, worker_slot.channel, worker_slot.dead_socket):
@@ -244,9 +291,10 @@ def messages(connection):
         yield pickle.loads(connection.receive()[1].data)
 
 
-def test_a_host_is_served_until_the_connection_ends(host, listener):
-    serving = Background(lambda: link.serve(host, listener))
-    connection = connect_to_actor(listener.address, KEY)
+@pytest.mark.parametrize("how", ["the pool closes", "the connection is lost"])
+def test_a_host_is_served_until_the_connection_ends(host, ends, how):
+    there, connection = ends
+    serving = Background(lambda: _host.serve(host, there))
     connection.send(MESSAGE, pickle.dumps(("launch", (0, 1))))
     connection.send(MESSAGE, pickle.dumps(("send", (0, 1, None))))  # the end of file
     said = next(messages(connection))
@@ -257,18 +305,29 @@ def test_a_host_is_served_until_the_connection_ends(host, listener):
     failure = next(messages(connection))
     assert isinstance(failure, HostFailure)
     assert "AttributeError" in failure.why
-    connection.close()
-    serving.result(PATIENCE)
+    if how == "the pool closes":
+        connection.say_goodbye()
+        serving.result(PATIENCE)
+    else:
+        connection.break_off()
+        with pytest.raises(EOFError):
+            serving.result(PATIENCE)
 
 
-def test_a_host_that_nobody_connects_to_is_not_served(host, listener, monkeypatch):
-    monkeypatch.setattr(wire, "_CONNECT_TIMEOUT", 0.1)
-    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
-    link.serve(host, listener)
+def test_a_process_is_ended_while_a_message_to_it_waits(host):
+    """A worker that hangs reads nothing: the message fills the socket."""
+    host.launch(0, 1)
+    process = host._worker_slots[0].process
+    os.kill(process.pid, signal.SIGSTOP)
+    host.send(0, 1, pickle.dumps(bytes(1 << 24)))
+    host.end(0, 1)
+    wait_until(process.ended)
+    said = next(host.run())
+    assert isinstance(said.message, ProcessEnd)
 
 
 def test_a_worker_whose_end_comes_before_its_start_is_ended(host):
-    """They come by ways of their own."""
+    """An end is sent by a thread of its own."""
     host.end(0, 1)
     host.launch(0, 1)
     said = next(host.run())

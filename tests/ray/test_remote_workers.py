@@ -1,4 +1,4 @@
-"""Workers in actors as the pool hears them: many by one pipe, with few descriptors. Needs no Ray."""
+"""Workers at hosts as the pool hears them: many by one pipe, with few descriptors. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 from support.segments import KINDS, board
 
 from jaxvec._dispatch.channel import WAKE
-from jaxvec._ray import link as _link
 from jaxvec._ray import nodes
-from jaxvec._ray.link import RemoteWorker, WakePipe
-from jaxvec._ray.wire import ProcessEnd
+from jaxvec._remote.link import HostLostError, RemoteWorker, WakePipe
+from jaxvec._remote.wire import ProcessEnd
 from jaxvec._workers import base
 
 ENDED = ProcessEnd(3, "exited with code 3")
@@ -149,32 +148,10 @@ def test_more_workers_are_heard_than_there_may_be_descriptors(kind, start):
         workers[-1].receive()
 
 
-class Ray:
-    """Knows an actor's address."""
-
-    def get(self, answer):
-        return answer
-
-
-class Actor:
-    """Says where it listens."""
-
-    listen = serve = property(lambda self: self)
-
-    def remote(self, *_):
-        return "127.0.0.1", 1
-
-
-@pytest.mark.parametrize("data", ["tcp", "auto"])
-def test_too_few_descriptors_for_a_connection_are_told(data):
-    with descriptors_left(0), pytest.raises(nodes.ActorLostError, match="too many open files"):
-        _link.open_wire(Ray(), Actor(), data)
-
-
 def test_too_few_descriptors_for_ray_are_told():
     with descriptors_left(1):
         nodes.check_descriptors()
-    with descriptors_left(0), pytest.raises(nodes.ActorLostError, match="too many open files"):
+    with descriptors_left(0), pytest.raises(HostLostError, match="too many open files"):
         nodes.check_descriptors()
 
 

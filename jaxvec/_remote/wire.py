@@ -1,14 +1,21 @@
-"""TCP connections between a pool and its actors, and the format of rows and messages; used by both ends."""
+"""TCP connections between a pool and its hosts, and the format of rows and messages; used by both ends."""
 
 from __future__ import annotations
 
+import errno
 import hmac
+import importlib
+import json
+import logging
+import pickle
+import platform
 import secrets
 import socket
 import struct
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,8 +28,8 @@ from jaxvec._memory.segment import Arrays
 from jaxvec._spec import PoolSpec
 
 # --- TCP connections between two processes that share a key ----------------------------------------------
-# The key is new for each connection, and Ray brings it to both ends. Each end proves that it has the key
-# before the other reads a frame, so no stranger's bytes are unpickled. The frames are not encrypted.
+# Each end proves that it has the key before the other reads a frame, so no stranger's bytes are unpickled.
+# The frames are not encrypted.
 # Not `multiprocessing.connection`: it copies what it reads, so 2 MB took 3.3 ms of CPU time instead of 0.5,
 # and 1 kB took 87 us instead of 23. Its handshake has no timeout, and uses HMAC-MD5 on Python 3.11.
 # The end of a peer process closes the connection at once. A machine that freezes or is cut off is detected
@@ -31,22 +38,34 @@ from jaxvec._spec import PoolSpec
 
 KEY_BYTES = 32
 MESSAGE = 0  # frame type of messages, which the receiver may keep; all other types are rows
+ROWS = 1  # frame type of results; the type of a request is `ROWS + verb`
 
 _HEADER = struct.Struct("<BQ")  # frame type, and length in bytes
 _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECT_TIMEOUT = 3.0  # seconds for a reachable machine to accept a connection
 _HANDSHAKE_TIMEOUT = 30.0  # seconds for the proofs; longer, as the processes of a busy machine may be slow
-_UNAUTHENTICATED_TIMEOUT = 5.0  # seconds that a listener spends on one stranger, while others may wait
+_UNAUTHENTICATED_TIMEOUT = 5.0  # seconds that a listener spends on one stranger
+_MAX_STRANGERS = 64  # that a listener examines at the same time
+_ACCEPT_RETRY_INTERVAL = 0.2  # seconds, while this process has no descriptor for another connection
+_MAX_MESSAGE = 1 << 36  # bytes
 _ACK_CHECK_INTERVAL = 3.0  # seconds between checks that sent data are acknowledged
 _ACK_TIMEOUT = 14.0  # seconds without an acknowledgement, after which the other machine is lost
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # 14 s in all; not on every system
 # Fields of Linux's `tcp_info`: tcpi_probes, tcpi_unacked, and tcpi_last_ack_recv in milliseconds.
 _TCP_INFO = struct.Struct("<3xB20xI28xI")
 
+_logger = logging.getLogger("jaxvec")
+
 
 class Connection:
-    """One end of a connection. Any thread may send; one thread receives and closes."""
+    """One end of a connection. Any thread may send; one thread receives and closes.
+
+    Attributes:
+        max_rows: Largest length in bytes of a frame of rows, by the layout of the pool.
+    """
+
+    max_rows = 0
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -78,10 +97,12 @@ class Connection:
 
         Raises:
             EOFError: The other end has closed the connection, or `break_off` was called.
-            OSError: The connection has ended in another way.
+            OSError: The connection has ended in another way, or a frame is longer than the layout allows.
         """
         self._fill(self._header)
         frame_type, length = _HEADER.unpack(self._header)
+        if length > (_MAX_MESSAGE if frame_type == MESSAGE else self.max_rows):
+            raise ConnectionError(f"the other end announced a frame of {length} bytes, which none can have")
         if frame_type == MESSAGE:
             data = np.empty(length, np.uint8)
         else:
@@ -97,6 +118,21 @@ class Connection:
         """Causes an end of file at both ends; from any thread, also while others send or receive."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def is_open(self) -> bool:
+        """Returns whether the other end, which sends nothing now, has not closed the connection."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def say_goodbye(self) -> None:
+        """Reports to a host that its pool has closed, and breaks off the connection."""
+        with suppress(OSError):
+            self.send(MESSAGE, pickle.dumps(("close", ())))
+        self.break_off()
 
     def close(self) -> None:
         self.break_off()
@@ -126,41 +162,122 @@ class Connection:
         return (unacknowledged > 0 or probes > 1) and since_ms > _ACK_TIMEOUT * 1000
 
 
+class Host(NamedTuple):
+    """A host that has dialled in, with its own description."""
+
+    connection: Connection
+    node: str  # such as "node-7 (process 12)"
+    cores: int
+    max_envs: int | None
+    token: str  # of the place that it was started for; empty if it may have any
+
+
 class Listener:
-    """A free port, with its `address`, at which an actor waits for its one connection."""
+    """A port at which hosts dial in.
 
-    def __init__(self, host: str, key: bytes) -> None:
+    A thread accepts connections, and each proves in a thread of its own that it has the key. So a stranger
+    that is silent delays no host.
+
+    Attributes:
+        address: Host and port.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
-        self._key = key
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._key = key
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._changed = threading.Condition()
+        self._hosts: list[Host] = []  # that no pool has taken; guarded by `_changed`, as is `_closed`
+        self._closed = False
+        threading.Thread(target=self._accept_all, daemon=True).start()
 
-    def accept(self) -> Connection:
-        """Waits for a process that has the key, then closes the port. Raises `TimeoutError`."""
-        deadline = time.monotonic() + _CONNECT_TIMEOUT + _HANDSHAKE_TIMEOUT
-        with self._socket:
-            while True:
-                self._socket.settimeout(_time_left(deadline))
+    def wait(self, count: int, timeout: float | None) -> list[Host]:
+        """Returns the waiting hosts once there are `count`, or fewer after `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._drop_lost() or len(self._hosts) >= count, timeout)
+            return list(self._hosts)
+
+    def take(self, fits: Callable[[Host], bool], timeout: float) -> Host | None:
+        """Removes and returns the first waiting host that fits, or `None` after `timeout` seconds."""
+
+        def find() -> Host | None:
+            self._drop_lost()
+            return next(filter(fits, self._hosts), None)
+
+        with self._changed:
+            if (host := self._changed.wait_for(find, timeout)) is not None:
+                self._hosts.remove(host)
+            return host
+
+    def close(self) -> None:
+        """Closes the port, and the connections of hosts that no pool has taken."""
+        with self._changed:
+            self._closed, hosts, self._hosts = True, self._hosts, []
+        for host in hosts:
+            host.connection.say_goodbye()
+            host.connection.close()
+        with suppress(OSError):  # wakes `accept`; not connected
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _drop_lost(self) -> None:
+        for host in self._hosts:
+            if not host.connection.is_open():
+                host.connection.close()
+                self._hosts = [each for each in self._hosts if each is not host]
+
+    def _accept_all(self) -> None:
+        while True:
+            self._strangers.acquire()
+            try:
                 sock, _ = self._socket.accept()
-                try:
-                    _authenticate(
-                        sock, self._key, deadline=time.monotonic() + _UNAUTHENTICATED_TIMEOUT, connects=False
-                    )
-                except OSError:  # a stranger; the pool's connection may be next
-                    sock.close()
-                else:
-                    return Connection(sock)
+            except OSError as error:
+                if self._closed or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    return
+                time.sleep(_ACCEPT_RETRY_INTERVAL)
+                self._strangers.release()
+            else:
+                threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Authenticates a host and queues it."""
+        try:
+            deadline = time.monotonic() + _UNAUTHENTICATED_TIMEOUT
+            _authenticate(sock, self._key, deadline=deadline, connects=False)
+            connection = Connection(sock)
+            hello = json.loads(connection.receive()[1].tobytes())
+            host = Host(connection, hello["node"], hello["cores"], hello["max_envs"], hello["token"])
+            for name, version in versions().items():
+                if hello[name] != version:
+                    why = f"has {name} {hello[name]}, but the pool's process has {version}"
+                    _logger.warning("a worker host was rejected: %s %s", host.node, why)
+                    connection.send(MESSAGE, pickle.dumps(("reject", (f"{why}; install the same version",))))
+                    raise ConnectionError(why)
+            with self._changed:
+                if self._closed:
+                    connection.say_goodbye()
+                    raise ConnectionError("the listener was closed")
+                self._hosts.append(host)
+                self._changed.notify_all()
+        except (OSError, EOFError, ValueError, KeyError):  # a stranger, or a host that was lost
+            sock.close()
+        finally:
+            self._strangers.release()
 
 
-def connect_to_actor(address: tuple[str, int], key: bytes) -> Connection:
-    """Connects to a `Listener`; raises `OSError` if it does not answer in time or lacks the key."""
+def dial(address: tuple[str, int], key: bytes, hello: Mapping[str, Any]) -> Connection:
+    """Connects to a `Listener` and describes this host; raises `OSError` without an answer or the key."""
     sock = socket.create_connection(address, _CONNECT_TIMEOUT)
     try:
         _authenticate(sock, key, deadline=time.monotonic() + _HANDSHAKE_TIMEOUT, connects=True)
+        connection = Connection(sock)
+        connection.send(MESSAGE, json.dumps(hello).encode())
     except OSError:
         sock.close()
         raise
-    return Connection(sock)
+    return connection
 
 
 def _authenticate(sock: socket.socket, key: bytes, *, deadline: float, connects: bool) -> None:
@@ -206,6 +323,14 @@ def _time_left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)  # seconds; 0 would make the socket non-blocking
 
 
+def versions() -> dict[str, str]:
+    """Returns the versions that must be equal in a pool's process and at its hosts."""
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "jaxvec": importlib.import_module("jaxvec").__version__,
+    }
+
+
 # --- Rows and messages -----------------------------------------------------------------------------------
 
 Payload: TypeAlias = NDArray[np.uint8]  # rows in one buffer, see `RowPacker`
@@ -229,16 +354,16 @@ class WorkerMessage(NamedTuple):
 
 
 class HostFailure(NamedTuple):
-    """The reason why an actor can't continue."""
+    """The reason why a host can't continue."""
 
     why: str
 
 
 class WireFormat:
-    """The packers of rows between a pool and an actor; both ends have equal ones.
+    """The packers of rows between a pool and a host; both ends have equal ones.
 
     Args:
-        requested: Latest request of each slot `[num_envs]`, sent to the actor.
+        requested: Latest request of each slot `[num_envs]`, sent to the host.
         answered: Request that each slot's row answers `[num_envs]`, sent to the pool.
     """
 
@@ -258,7 +383,7 @@ class WireFormat:
         self._arrays = arrays
         self._rows = [*results, *((name,) for name in _WORKER_ROWS), ("completed",)]
         sent = arrays | {("requested",): requested}
-        self.requests = {  # packers of each verb's inputs, for the actor
+        self.requests = {  # packers of each verb's inputs, for the host
             Verb.STEP: RowPacker(sent, [("requested",), *actions, *options]),
             Verb.RESET: RowPacker(sent, [("requested",), ("seed",), *options]),
         }
@@ -270,5 +395,5 @@ class WireFormat:
         )
 
     def inheritance(self, worker: int) -> RowPacker:
-        """Returns the packer of the rows that a worker inherits if its predecessor's actor was lost."""
+        """Returns the packer of the rows that a worker inherits if its predecessor's host was lost."""
         return RowPacker(self._arrays, self._rows, whole=[self._arrays["stats",][worker : worker + 1]])

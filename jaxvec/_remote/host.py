@@ -1,14 +1,15 @@
-"""The part of a pool that runs in a Ray actor: worker processes on its node, and a segment of their own.
+"""The part of a pool that runs on another machine: worker processes there, and a segment of their own.
 
-An `ActorHost` is the parent of its workers, as a pool is of local ones. It relays messages to them, and
-returns rows and messages as one stream, in order. `link.py` has the driver's side. The segment has the pool's
-layout, but is sparse: only the rows of the actor's own workers take memory.
+A `WorkerHost` is the parent of its workers, as a pool is of local ones. It relays messages to them, and
+returns rows and messages as one stream, in order. `link.py` has the pool's side. The segment has the pool's
+layout, but is sparse: only the rows of the host's own workers take memory. `serve_pool` dials in to a pool.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import queue
 import select
 import socket
 import sys
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,19 @@ from jaxvec._dispatch.channel import WAKE, Channel, adopt_channel, channel_pair,
 from jaxvec._dispatch.dispatch import ParentDispatch, time_left
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
-from jaxvec._ray.wire import HostFailure, Payload, ProcessEnd, WireFormat, WorkerMessage
+from jaxvec._remote.wire import (
+    MESSAGE,
+    ROWS,
+    Connection,
+    HostFailure,
+    Payload,
+    ProcessEnd,
+    WireFormat,
+    WorkerMessage,
+    dial,
+    versions,
+)
+from jaxvec._util import dumps, usable_cores
 from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
 from jaxvec._workers.process import LocalLauncher
 from jaxvec._workers.worker import Attach, Setup
@@ -44,14 +57,13 @@ class _WorkerSlot:
     process: Process | None = None
     incarnation: int = -1
     ended: int = -1  # the latest incarnation that the pool has ended
+    # Messages to the process, each with its incarnation and descriptors. They have a thread of their own,
+    # since a worker that hangs reads none: calls for the other workers, and `end`, must not wait for it.
+    outbox: queue.SimpleQueue[tuple[int, Any, list[int]]] = field(default_factory=queue.SimpleQueue)
 
 
-class ActorHost:
-    """The workers of one actor.
-
-    `run` has a thread of its own. The driver's other calls come one at a time, in order; only `end` may come
-    at any time, because it must not wait for others.
-    """
+class WorkerHost:
+    """The workers of one host. `run` has a thread of its own; the pool's calls come in order, in another."""
 
     def __init__(self, workers: range, slices: Slices, config: PoolConfig) -> None:
         self._workers = workers
@@ -66,13 +78,16 @@ class ActorHost:
         self._poll = select.poll()
         for fd in (self._wake_reader.fileno(), *self._by_fd):
             self._poll.register(fd, select.POLLIN)
+        for worker_slot in self._worker_slots.values():
+            threading.Thread(target=self._send_all, args=(worker_slot,), daemon=True).start()
         self._envs_per_instance = 1
+        self.max_rows = 0  # bytes of the largest request, by the layout
         self._arrays: Arrays | None = None
         self._requests: list[NDArray[np.int64]] = []  # slots of each request that `run` has not yet yielded
         self._messages: list[WorkerMessage | HostFailure] = []  # for `run` to yield
 
     def call(self, name: str, *args: Any) -> None:
-        """Calls a method by name. The driver does not wait for the call, so `run` yields its error."""
+        """Calls a method by name. The pool does not wait for the call, so `run` yields its error."""
         try:
             getattr(self, name)(*args)
         except Exception as error:
@@ -85,8 +100,9 @@ class ActorHost:
             worker_slot = self._worker_slots[worker]
             if worker_slot.process is not None:
                 self._vacate(worker)
-            worker_slot.channel.replace(channel)
-            worker_slot.process, worker_slot.incarnation = process, incarnation
+            with worker_slot.channel.sending:
+                worker_slot.channel.replace(channel)
+                worker_slot.process, worker_slot.incarnation = process, incarnation
             assert worker_slot.dead_socket is not None
             worker_slot.dead_socket.close()
             worker_slot.dead_socket = None
@@ -108,7 +124,7 @@ class ActorHost:
     ) -> None:
         """Relays a message to a worker's process, or closes the control socket for `None`.
 
-        With `Attach`, `inherited` has the rows of the worker's predecessor, if that was in a lost actor.
+        With `Attach`, `inherited` has the rows of the worker's predecessor, if that was in a lost host.
         """
         worker_slot = self._worker_slots[worker]
         if worker_slot.incarnation != incarnation:
@@ -123,11 +139,7 @@ class ActorHost:
             descriptors = [self._segment]
         elif self._arrays is not None:
             self._dispatch.notify_worker(worker)  # first: sending a long message needs a reader
-        if message is None:
-            worker_slot.channel.shut()
-            return
-        with suppress(EOFError):  # the worker is dead; `run` reports that
-            worker_slot.channel.send(message, descriptors=descriptors)
+        worker_slot.outbox.put((incarnation, message, descriptors))
 
     def move(self, verb: Verb, request: Payload) -> None:
         """Dispatches slots to their workers."""
@@ -139,7 +151,7 @@ class ActorHost:
         self._wake_run()
 
     def fail(self, why: str) -> None:
-        """Reports to the driver why the actor can't continue."""
+        """Reports to the pool why the host can't continue."""
         with self._lock:
             self._messages.append(HostFailure(why))
         self._wake_run()
@@ -159,9 +171,32 @@ class ActorHost:
                 if slots.size or ((late or messages) and not np.array_equal(reported, running)):
                     reported = running.copy()
                     yield self._wire.results.pack(slots)
-            # Not `yield from`: Ray calls `send` on the generator, which a list's iterator lacks.
-            while messages:
-                yield messages.pop(0)
+            yield from messages
+
+    def end_all(self) -> None:
+        """Ends all processes."""
+        for worker, worker_slot in self._worker_slots.items():
+            self.end(worker, worker_slot.incarnation)
+        self._launcher.close()
+
+    # --- A thread for each worker ------------------------------------------------------------------
+
+    def _send_all(self, worker_slot: _WorkerSlot) -> None:
+        while True:
+            incarnation, message, descriptors = worker_slot.outbox.get()
+            # `launch` takes this lock, too, so that no message reaches a later process.
+            with worker_slot.channel.sending:
+                if incarnation != worker_slot.incarnation:
+                    continue
+                if message is None:
+                    worker_slot.channel.shut()
+                    continue
+                try:
+                    worker_slot.channel.send(message, descriptors=descriptors)
+                except EOFError:  # the worker is dead; `run` reports that
+                    pass
+                except Exception as error:
+                    self.fail(f"failed: {type(error).__name__}: {error}")
 
     # --- The thread of run -------------------------------------------------------------------------
 
@@ -244,6 +279,7 @@ class ActorHost:
         end = ProcessEnd(*worker_slot.process.ending())
         self._messages.append(WorkerMessage(worker, worker_slot.incarnation, end))
         channel, worker_slot.dead_socket = dead_socket()
+        worker_slot.channel.break_off()  # wakes `_send_all`
         worker_slot.channel.replace(channel)
         worker_slot.process = None
 
@@ -259,8 +295,9 @@ class ActorHost:
             self._wire = WireFormat(
                 attach.spec, arrays, self._workers, requested=self._requested, answered=self._marks.completed
             )
+            self.max_rows = max(packer.max_bytes for packer in self._wire.requests.values())
             self._first_ready = attach.spec.first_ready
-            # The dispatch covers all workers of the pool; those of other actors have no slots here.
+            # The dispatch covers all workers of the pool; those of other hosts have no slots here.
             dead_channel, self._dead_socket = dead_socket()
             before, after = self._workers.start, len(self._marks.running) - self._workers.stop
             (first, _), (_, stop) = self._slices[0], self._slices[-1]
@@ -278,3 +315,100 @@ class ActorHost:
         if replaces is not None:
             replaces = replace(replaces, notices=int(self._marks.worker_notices[attach.worker, 0]))
         return replace(attach, dispatch=kind, spin_ns=0, replaces=replaces)
+
+
+# --- Serving a pool --------------------------------------------------------------------------------------
+
+_DIAL_INTERVAL = 1.0  # seconds between attempts to reach the pool
+
+_clock = time.monotonic_ns
+
+
+class RejectedError(Exception):
+    """The reason why the pool does not use this host."""
+
+
+def serve_pool(
+    address: tuple[str, int],
+    key: bytes,
+    *,
+    node: str,
+    max_envs: int | None = None,
+    token: str = "",
+    wait: float = 0,
+) -> None:
+    """Dials in to a pool, and serves its envs until it closes.
+
+    Args:
+        address: Host and port at which the pool listens.
+        key: Key that the pool has, too.
+        node: Name of this host in errors.
+        max_envs: Largest number of envs to serve; `None` for no limit.
+        token: Place that this host was started for; empty for any.
+        wait: Seconds in which the pool may start to listen.
+
+    Raises:
+        RejectedError: The pool needs other versions.
+        OSError, EOFError: The pool can't be reached, or lacks the key, or the connection was lost.
+    """
+    hello = {"node": node, "cores": usable_cores(), "max_envs": max_envs, "token": token, **versions()}
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            connection = dial(address, key, hello)
+            break
+        except (ConnectionRefusedError, TimeoutError) as error:
+            if time_left(deadline) <= 0:
+                host, port = address
+                raise ConnectionError(f"no pool can be reached at {host}:{port}: {error}") from error
+            time.sleep(_DIAL_INTERVAL)
+    try:
+        while True:
+            name, args = pickle.loads(connection.receive()[1].data)
+            if name == "reject":
+                raise RejectedError(args[0])
+            if name == "close":
+                return
+            if name == "init":
+                break
+            connection.send(MESSAGE, dumps(_clock()))
+        serve(WorkerHost(*args), connection)
+    finally:
+        connection.close()
+
+
+def serve(host: WorkerHost, connection: Connection) -> None:
+    """Serves a host until its pool closes; raises `EOFError` or `OSError` if the connection is lost."""
+    lost: list[Exception] = []
+    receiver = threading.Thread(target=_serve_requests, args=(host, connection, lost), daemon=True)
+    receiver.start()
+    with suppress(OSError):  # the pool has closed, or is lost; the receiver knows
+        for each in host.run():
+            if isinstance(each, np.ndarray):
+                connection.send(ROWS, each.data)
+            else:
+                connection.send(MESSAGE, dumps(each))
+    connection.break_off()
+    receiver.join()
+    host.end_all()
+    if lost:
+        raise lost[0]
+
+
+def _serve_requests(host: WorkerHost, connection: Connection, lost: list[Exception]) -> None:
+    try:
+        while True:
+            frame_type, data = connection.receive()
+            if frame_type != MESSAGE:
+                host.call("move", Verb(frame_type - ROWS), data)
+                continue
+            name, args = pickle.loads(data.data)
+            if name == "close":
+                break
+            host.call(name, *args)
+            connection.max_rows = host.max_rows
+    except (EOFError, OSError) as error:
+        lost.append(error)
+    connection.break_off()
+    # `host.run` waits for workers, not for the connection. `fail` wakes it; the next send then fails.
+    host.fail("lost its connection")

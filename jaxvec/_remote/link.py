@@ -1,55 +1,51 @@
-"""The driver's side of a Ray actor that runs some of a pool's workers.
+"""The pool's side of a host that runs some of its workers on another machine.
 
 Data flow, in both directions:
 
-    supervisor -> RemoteWorker -> ActorLink -> Wire -> ActorHost (actor.py) -> worker process
-    dispatch   -> Shipper      ----------------^
+    supervisor -> RemoteWorker -> HostLink -> Connection -> WorkerHost (host.py) -> worker process
+    dispatch   -> Shipper      ---------------^
 
 To the supervisor, a `RemoteWorker` is an ordinary worker: a process and a control socket. A `Shipper` is the
-workers' end of the dispatch: it packs requested slots for the actor and writes the results into the segment.
-An `ActorLink` owns one actor, its wire and its workers. The formats on the wire are in `wire.py`.
+workers' end of the dispatch: it packs requested slots for the host and writes the results into the segment.
+A `HostLink` owns one host, its connection and its workers; a `HostSource` provides the host. The pool and its
+supervisor know nothing of hosts: a lost host is a group of dead workers, which are replaced as such.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import pickle
 import queue
-import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from jaxvec._config import PoolConfig, Ray
+from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
-from jaxvec._dispatch.move import Verb, verbs_of
+from jaxvec._dispatch.move import verbs_of
 from jaxvec._envs.failures import Report
-from jaxvec._memory.segment import Arrays, Layout, Marks
-from jaxvec._ray import nodes
-from jaxvec._ray.actor import ActorHost
-from jaxvec._ray.wire import (
-    KEY_BYTES,
+from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
+from jaxvec._remote.wire import (
     MESSAGE,
+    ROWS,
     Connection,
+    Host,
     HostFailure,
-    Listener,
     Payload,
     ProcessEnd,
     WireFormat,
     WorkerMessage,
-    connect_to_actor,
 )
 from jaxvec._util import dumps
-from jaxvec._workers.base import Process, Slices, worker_end
+from jaxvec._workers.base import Launcher, Process, Slices, worker_end
 from jaxvec._workers.worker import Attach, Reply
 
 # --- Remote workers --------------------------------------------------------------------------------------
@@ -82,9 +78,9 @@ class WakePipe:
 
 
 class RemoteWorker(Process, ParentChannel):
-    """A worker process in an actor, and the pool's channel to it."""
+    """A worker process at a host, and the pool's channel to it."""
 
-    def __init__(self, link: ActorLink, worker: int, incarnation: int, wake_pipe: WakePipe) -> None:
+    def __init__(self, link: HostLink, worker: int, incarnation: int, wake_pipe: WakePipe) -> None:
         self.worker = worker
         self.incarnation = incarnation  # 1 for the first process of this worker
         self._link = link
@@ -206,20 +202,24 @@ class _ShipperChannel(WorkerChannel):
 
 
 class Shipper:
-    """The workers' end of the dispatch, for all workers of one actor.
+    """The workers' end of the dispatch, for all workers of one host.
 
-    Its own thread ships requests over the link's wire, which must be open. Only the link's receiving thread
-    calls `post`; the other methods are thread-safe.
+    Its own thread ships requests over the link's connection, which must be open. Only the link's receiving
+    thread calls `post`; the other methods are thread-safe.
+
+    Attributes:
+        max_rows: Length in bytes of the longest results, by the layout.
     """
 
-    def __init__(self, link: ActorLink, attach: Attach, arrays: Arrays) -> None:
+    def __init__(self, link: HostLink, attach: Attach, arrays: Arrays) -> None:
         self._link = link
-        first = link.workers[0]  # its doorbell is rung for all workers; see `RayLauncher.partition`
+        first = link.workers[0]  # its doorbell is rung for all workers; see `HostLauncher.partition`
         self._marks = Marks.of(arrays)
         self._answered = np.zeros_like(self._marks.completed)  # the request that each received row answers
         self._format = WireFormat(
             attach.spec, arrays, link.workers, requested=self._marks.requested, answered=self._answered
         )
+        self.max_rows = self._format.results.max_bytes
         # `_order` guards the next two arrays, and keeps requests in the order in which they were packed.
         self._order = threading.Lock()
         self._attached = np.zeros(len(self._answered), np.bool_)  # slots of workers that are attached
@@ -243,12 +243,12 @@ class Shipper:
     def attach(self, worker: int, send: Callable[[Payload | None], Any], *, replaces: bool) -> None:
         """Sends `Attach` to a worker with `send`, and from then on ships the worker's slots.
 
-        If the worker replaces one that was lost with its actor, `send` gets the rows that the new one
+        If the worker replaces one that was lost with its host, `send` gets the rows that the new one
         inherits.
         """
         slots = np.arange(*self._link.slices[worker - self._link.workers[0]])
         with self._order:
-            if self._attached[slots].all():  # its predecessor ran in this actor, which has all its rows
+            if self._attached[slots].all():  # its predecessor ran at this host, which has all its rows
                 send(None)
                 return
             send(self._format.inheritance(worker).pack(slots) if replaces else None)
@@ -267,11 +267,10 @@ class Shipper:
             requested, due = requested[due], self._slots.start + due
             self._shipped[due] = requested
             attached = self._attached[due]  # `attach` resets `_shipped` of the others
-            assert self._link.wire is not None
             for verb, packer in self._format.requests.items():
                 slots = due[attached & (verbs_of(requested) == int(verb))]
                 if slots.size:
-                    self._link.wire.move(verb, packer.pack(slots))
+                    self._link.ship(ROWS + verb, packer.pack(slots).data)
 
     def wake(self) -> None:
         self._channel.put(WAKE)
@@ -304,230 +303,90 @@ class Shipper:
             self._link.fail(error)
 
 
-# --- Wires: a TCP connection, or Ray's calls and streams -------------------------------------------------
-# A Ray call and its answer cost a few milliseconds of Python, which a TCP connection avoids. Ray needs no
-# extra port, which a firewall might block.
-
-_CAUSE_TIMEOUT = 2.0  # seconds in which Ray may find out why an actor's connection ended
-_ROWS = 1  # frame type of results; the type of a request is `_ROWS + verb`
-
-_logger = logging.getLogger("jaxvec")
-
-Received: TypeAlias = Payload | WorkerMessage | HostFailure
-
-
-class Wire(ABC):
-    """The driver's end of a wire. Any thread may send; one thread receives."""
-
-    @abstractmethod
-    def call(self, name: str, *args: Any) -> None:
-        """Calls a method of the actor's host, after all earlier calls and requests."""
-
-    @abstractmethod
-    def move(self, verb: Verb, request: Payload) -> None:
-        """Sends a request for slots. The caller may reuse the buffer afterwards."""
-
-    @abstractmethod
-    def receive(self) -> Iterator[Received]:
-        """Yields results and messages; rows are valid until the next item. Raises the loss of the actor."""
-
-    def break_off(self) -> None:  # noqa: B027 - a default
-        """Ends `receive`, from any thread, on a wire where something other than the actor's end can do so."""
-
-    def close(self) -> None:  # noqa: B027 - a default
-        """Releases resources. Called by the receiving thread at its end."""
-
-
-class RayWire(Wire):
-    """Calls of the actor's methods, and a streaming generator for results."""
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray = ray
-        self._actor = actor
-
-    def call(self, name: str, *args: Any) -> None:
-        self._actor.call.remote(name, *args)
-
-    def move(self, verb: Verb, request: Payload) -> None:
-        self.call("move", verb, request)
-
-    def receive(self) -> Iterator[Received]:
-        for reference in self._actor.run.options(num_returns="streaming").remote():
-            yield self._ray.get(reference)
-
-
-class TcpWire(Wire):
-    """A TCP connection to the actor."""
-
-    def __init__(self, ray: Any, connection: Connection, serving: Any) -> None:
-        self._ray = ray
-        self._connection = connection
-        self._serving = serving  # the actor's pending call of `serve`, which fails if the actor is lost
-        self._broken_off = False
-
-    # A send that fails is no error: the receiving thread sees the end, too, and asks Ray for the cause.
-    def call(self, name: str, *args: Any) -> None:
-        with suppress(OSError):
-            self._connection.send(MESSAGE, dumps((name, args)))
-
-    def move(self, verb: Verb, request: Payload) -> None:
-        with suppress(OSError):
-            self._connection.send(_ROWS + verb, request.data)
-
-    def receive(self) -> Iterator[Received]:
-        while True:
-            try:
-                frame_type, data = self._connection.receive()
-            except (EOFError, OSError) as error:
-                self._raise_cause()
-                raise nodes.ActorLostError(f"was lost: its connection ended: {error}") from error
-            yield pickle.loads(data.data) if frame_type == MESSAGE else data
-
-    def break_off(self) -> None:
-        self._broken_off = True
-        self._connection.break_off()
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _raise_cause(self) -> None:
-        """Raises Ray's error for the end of the actor, if Ray learns of it in time."""
-        if self._broken_off or not self._ray.is_initialized():  # `ray.wait` would start another cluster
-            return
-        if self._ray.wait([self._serving], timeout=_CAUSE_TIMEOUT)[0]:
-            self._ray.get(self._serving)
-
-
-def open_wire(ray: Any, actor: Any, data: str) -> Wire:
-    """Opens a wire to an actor after its `init`; `data` is the option of `jaxvec.Ray`.
-
-    Raises:
-        ActorLostError: `"tcp"` can't reach the actor, or no file descriptors are left.
-        RayError: The actor is lost.
-    """
-    if data == "ray":
-        return RayWire(ray, actor)
-    key = secrets.token_bytes(KEY_BYTES)
-    where = "a port of its own"
-    try:
-        address = ray.get(actor.listen.remote(key))
-        where = f"{address[0]}:{address[1]}"
-        serving = actor.serve.remote()
-        return TcpWire(ray, connect_to_actor(address, key), serving)
-    except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise nodes.TooManyFilesError from error
-        why = f"can't be reached at {where}: {error}"
-    if data == "tcp":
-        raise nodes.ActorLostError(
-            f'{why}; jaxvec.Ray(data="tcp") needs TCP connections from this machine to free ports of the '
-            'nodes; allow them in the firewall, or use data="ray"'
-        )
-    _logger.info("using Ray instead of TCP for the data of one actor: it %s", why)
-    return RayWire(ray, actor)
-
-
-def serve(host: ActorHost, listener: Listener) -> None:
-    """Serves a host in its actor until the connection ends, or returns if no pool connects in time."""
-    try:
-        connection = listener.accept()
-    except TimeoutError:
-        return  # the pool uses Ray's stream instead
-    receiver = threading.Thread(target=_serve_requests, args=(host, connection), daemon=True)
-    receiver.start()
-    with suppress(OSError):  # the pool has ended, or is lost
-        for each in host.run():
-            if isinstance(each, np.ndarray):
-                connection.send(_ROWS, each.data)
-            else:
-                connection.send(MESSAGE, dumps(each))
-    connection.break_off()
-    receiver.join()
-
-
-def _serve_requests(host: ActorHost, connection: Connection) -> None:
-    try:
-        while True:
-            frame_type, data = connection.receive()
-            if frame_type == MESSAGE:
-                name, args = pickle.loads(data.data)
-                host.call(name, *args)
-            else:
-                host.call("move", Verb(frame_type - _ROWS), data)
-    except (EOFError, OSError) as error:
-        connection.break_off()
-        # `host.run` waits for workers, not for the connection. `fail` wakes it; the next send then fails.
-        host.fail(f"lost its connection: {error}")
-    finally:
-        connection.close()
-
-
-# --- Links to actors -------------------------------------------------------------------------------------
-# Three threads serve an actor: one starts it and then relays messages to its workers, one ships requests
+# --- Links to hosts --------------------------------------------------------------------------------------
+# Three threads serve a host: one waits for it and then relays messages to its workers, one ships requests
 # (`Shipper`), and one receives. None of them holds the GIL while it waits.
 
-_PLACE_CHECK_INTERVAL = 1.0  # seconds between checks that an actor can still be placed
-_END_TIMEOUT = 3.0  # seconds for an actor to end one of its processes, before it counts as lost
+_END_TIMEOUT = 3.0  # seconds for a host to end one of its processes, before it counts as lost
 
 
-class ActorLink:
-    """An actor that runs some neighbouring workers of a pool, from its start to its end.
+class HostLostError(Exception):
+    """The reason why a host can't be used, a phrase that follows its workers' names."""
+
+
+class HostSource(ABC):
+    """The provider of the host of some workers.
+
+    Attributes:
+        place: Description of the place of the host until it has dialled in.
+    """
+
+    place = "no host yet"
+
+    @abstractmethod
+    def start(self, check: Callable[[], None]) -> Host:
+        """Waits for a host, and calls `check` meanwhile, which raises if it is not needed any more.
+
+        Raises `HostLostError` or another error if there can be none.
+        """
+
+    def cause(self) -> None:  # noqa: B027 - a default
+        """Raises the cause of the end of the host's connection, if something else than its end is known."""
+
+    def end(self) -> None:  # noqa: B027 - a default
+        """Ends the host, if the end of its connection is not enough."""
+
+
+class HostLink:
+    """A host that runs some neighbouring workers of a pool, from its start to its end.
 
     Args:
-        make_actor: Starts an actor and returns its handle.
         map_segment: Maps the pool's segment, given its file descriptor and layout.
-        dead_nodes: Ids of the nodes that were dead when the pool was made.
         predecessor: Lost link that this one replaces.
 
     Attributes:
-        workers: Indices of the actor's workers.
+        workers: Indices of the host's workers.
         slices: Slots `(first, stop)` of each of these workers.
-        wire: Wire to the actor, once the actor has started.
-        node: Description of the actor's node.
-        lost: Whether the actor can't be used any more. It changes once, under `_lock`.
-        ahead: Offset of the actor's monotonic clock from this process's clock, in ns.
+        lost: Whether the host can't be used any more. It changes once, under `_lock`.
+        ahead: Offset of the host's monotonic clock from this process's clock, in ns.
     """
 
     def __init__(
         self,
-        ray: Any,
-        make_actor: Callable[[], Any],
+        source: HostSource,
         *,
-        options: Ray,
-        placement: nodes.Placement,
         workers: range,
         slices: Slices,
         config: PoolConfig,
         wake_pipe: WakePipe,
         map_segment: Callable[[int, Layout], Arrays],
-        dead_nodes: Set[str],
-        predecessor: ActorLink | None,
+        predecessor: HostLink | None,
     ) -> None:
-        self.node = "no node yet"
         self.lost = False
         self.ahead = 0
-        self._ray = ray
-        self._make_actor = make_actor
-        self._options = options
-        self._placement = placement
+        self._source = source
         self.workers = workers
         self.slices = slices
         self._config = config
         self._wake_pipe = wake_pipe
         self._map_segment = map_segment
-        self._dead_nodes = dead_nodes
         self._predecessor = predecessor
-        self._actor: Any = None
-        self.wire: Wire | None = None
+        self._node = ""  # once the host has dialled in
+        self._connection: Connection | None = None
         self._shipper: Shipper | None = None  # once a worker attaches
         self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
-        self._to_relay: queue.SimpleQueue[Callable[[Wire], None]] = queue.SimpleQueue()
+        self._to_relay: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Held while rows are written, messages are delivered, and remote workers are marked as ended. A
         # thread that holds it and finds `lost` unset may write: `lose` waits for the lock, and the link that
         # replaces this one starts only after `lose`.
         self._lock = threading.Lock()
         self._receiver: threading.Thread | None = None
         self._relayer = _start_thread(self._run)
+
+    @property
+    def node(self) -> str:
+        """Description of the host's machine, or of the reason why there is none yet."""
+        return self._node or self._source.place
 
     # --- Called by the supervisor and the launcher, from any thread --------------------------------
 
@@ -537,7 +396,7 @@ class ActorLink:
             self._remotes[worker, incarnation] = remote
             if self.lost:
                 remote.mark_ended(ProcessEnd(None, "ended"))
-        self._to_relay.put(lambda wire: wire.call("launch", worker, incarnation))
+        self._to_relay.put(lambda: self._call("launch", worker, incarnation))
         return remote
 
     def send(self, remote: RemoteWorker, message: Any, descriptors: Sequence[int]) -> None:
@@ -548,6 +407,8 @@ class ActorLink:
                 raise EOFError
             if isinstance(message, Attach) and self._shipper is None:
                 self._shipper = Shipper(self, message, self._map_segment(descriptors[0], message.layout))
+                assert self._connection is not None
+                self._connection.max_rows = self._shipper.max_rows
         self._to_relay.put(partial(self._relay, remote, message, pickled))
 
     def wake(self) -> None:
@@ -555,24 +416,26 @@ class ActorLink:
         if self._shipper is not None:
             self._shipper.wake()
 
+    def ship(self, frame_type: int, data: bytes | memoryview) -> None:
+        """Sends a frame. A failure is no error: the receiving thread finds the end of the host, too."""
+        assert self._connection is not None
+        with suppress(OSError):
+            self._connection.send(frame_type, data)
+
     def end(self, remote: RemoteWorker) -> None:
-        """Ends a worker process. If that takes too long, ends the whole actor."""
-        if self._receiver is not None and not self.lost:  # without a receiver, the actor can't answer yet
-            with suppress(Exception):
-                # By a Ray call: on the wire it would wait behind a long message.
-                reference = self._actor.call.remote("end", remote.worker, remote.incarnation)
-                done, _ = self._ray.wait([reference], timeout=_END_TIMEOUT)
-                if done:
-                    with self._lock:
-                        remote.mark_ended(ProcessEnd(None, "was ended"))
-                    return
+        """Ends a worker process. If that takes too long, ends the whole host."""
+        if self._receiver is not None and not self.lost:  # without a receiver, the host can't answer yet
+            # In a thread: it may have to wait behind a long message.
+            _start_thread(partial(self._call, "end", remote.worker, remote.incarnation))
+            if remote.wait(_END_TIMEOUT):
+                return
         self.lose(f"did not end its process within {_END_TIMEOUT:g} s")
 
-    def lose(self, why: str, *, reachable: bool = True) -> None:
-        """Ends the actor and all its workers. Once this returns, the link writes no more rows.
+    def lose(self, why: str, *, reachable: bool = True, closes: bool = False) -> None:
+        """Ends the host and all its workers. Once this returns, the link writes no more rows.
 
-        `why` continues a sentence that starts with the workers' names. `reachable` is False if Ray can't end
-        the actor.
+        `why` continues a sentence that starts with the workers' names. `reachable` is False if the source
+        can't end the host. With `closes`, the host learns that its pool closes.
         """
         with self._lock:
             if self.lost:
@@ -580,84 +443,59 @@ class ActorLink:
             self.lost = True
             for remote in self._remotes.values():
                 remote.mark_ended(ProcessEnd(None, why))
-        self._to_relay.put(lambda _: None)  # wakes the relaying thread, which sees `lost`
-        if self.wire is not None:
-            self.wire.break_off()
-        # `ray.kill` blocks if Ray's head node is gone, and starts another cluster if Ray was shut down.
-        if self._actor is not None and reachable and self._ray.is_initialized():
-            _start_thread(self._kill).join(timeout=1)  # the head may be gone without our knowing
+        self._to_relay.put(lambda: None)  # wakes the relaying thread, which sees `lost`
+        if self._connection is not None:
+            if closes:  # in a thread, as the host may read nothing
+                _start_thread(self._connection.say_goodbye).join(timeout=1)
+            self._connection.break_off()
+        if reachable:
+            _start_thread(self._source.end).join(timeout=1)
 
     def close(self, timeout: float) -> None:
-        """Ends the actor and waits up to `timeout` seconds for each thread. A lost node can block them."""
-        self.lose("was ended")
+        """Ends the host and waits up to `timeout` seconds for each thread. A lost machine can block them."""
+        self.lose("was ended", closes=True)
         for thread in (self._relayer, self._receiver):
             if thread is not None:
                 thread.join(timeout)
 
-    # --- The thread that starts the actor and relays messages --------------------------------------
+    # --- The thread that waits for the host and relays messages ------------------------------------
 
     def _run(self) -> None:
         try:
-            if self._predecessor is not None:  # it might still start an actor, on our resources
+            if self._predecessor is not None:  # it might still start a host, on our resources
                 self._predecessor._relayer.join()
                 self._predecessor = None
-            self._start_actor()
-            self.ahead = nodes.measure_clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
-            self._ray.get(self._actor.init.remote(self.workers, self.slices, self._config))
-            wire = open_wire(self._ray, self._actor, self._options.data)
+            host = self._source.start(self._check_needed)
             with self._lock:
-                self.wire = wire
-                if self.lost:  # `lose` ran before there was a wire to break off
-                    wire.break_off()
-            self._receiver = _start_thread(partial(self._receive_all, wire))
+                self._node, self._connection = host.node, host.connection
+                if self.lost:  # `lose` ran before there was a connection to break off
+                    host.connection.break_off()
+            self.ahead = _measure_clock_offset(host.connection)
+            self._call("init", self.workers, self.slices, self._config)
+            self._receiver = _start_thread(partial(self._receive_all, host.connection))
             while True:
                 relay = self._to_relay.get()
                 if self.lost:
                     return
-                relay(wire)
+                relay()
         except BaseException as error:  # any error must reach the pool
             self.fail(error)
         finally:
             if self._shipper is not None:
                 self._shipper.close()
+            if self._receiver is None and self._connection is not None:
+                self._connection.close()
 
-    def _start_actor(self) -> None:
-        """Starts the actor, and starts it again if its node dies before the actor answers.
+    def _check_needed(self) -> None:
+        if self.lost:
+            raise HostLostError("was ended")
 
-        Ray places actors on a dead node until it notices the death, seconds later. If that counted as
-        another fault, one dead node could use up all restarts.
-        """
-        while True:
-            self._actor = self._make_actor()
-            if self.lost:  # `lose` ran before there was an actor to kill
-                self._kill()
-                raise nodes.ActorLostError("was ended")
-            try:
-                # Retried, since until Ray notices the death, it reports "unavailable" and lists no dead node.
-                identity = self._wait_for(self._actor.identify.options(max_task_retries=-1).remote())
-            except self._ray.exceptions.RayActorError:
-                known, self._dead_nodes = self._dead_nodes, nodes.find_dead_nodes(self._ray)
-                if self.lost or self._dead_nodes <= known:
-                    raise
-            else:
-                break
-        self.node = identity["node"]
-        nodes.check_node_identity(identity)
+    def _call(self, name: str, *args: Any) -> None:
+        """Calls a method of the `WorkerHost`, after all earlier calls and requests."""
+        self.ship(MESSAGE, dumps((name, args)))
 
-    def _wait_for(self, reference: Any) -> Any:
-        """Waits for the actor's first answer for as long as Ray may still place the actor."""
-        while not self._ray.wait([reference], timeout=_PLACE_CHECK_INTERVAL)[0]:
-            needs = self._options.of_actor(len(self.workers))
-            self.node = f"no node yet, as Ray has not started its actor, which needs {needs},"
-            if self.lost:
-                raise nodes.ActorLostError("was ended")
-            if why := self._placement.loss():
-                raise nodes.ActorLostError(f"was not started: {why}")
-            nodes.check_descriptors()
-        return self._ray.get(reference)
-
-    def _relay(self, remote: RemoteWorker, message: Any, pickled: bytes | None, wire: Wire) -> None:
-        send = partial(wire.call, "send", remote.worker, remote.incarnation, pickled)
+    def _relay(self, remote: RemoteWorker, message: Any, pickled: bytes | None) -> None:
+        send = partial(self._call, "send", remote.worker, remote.incarnation, pickled)
         if isinstance(message, Attach):
             assert self._shipper is not None
             self._shipper.attach(remote.worker, send, replaces=message.replaces is not None)
@@ -668,11 +506,13 @@ class ActorLink:
 
     # --- The thread that receives ------------------------------------------------------------------
 
-    def _receive_all(self, wire: Wire) -> None:
+    def _receive_all(self, connection: Connection) -> None:
         try:
-            for item in wire.receive():
+            while True:
+                frame_type, data = connection.receive()
+                item = pickle.loads(data.data) if frame_type == MESSAGE else data
                 if isinstance(item, HostFailure):
-                    raise nodes.ActorLostError(item.why)
+                    raise HostLostError(item.why)
                 with self._lock:
                     if self.lost:
                         continue
@@ -684,7 +524,7 @@ class ActorLink:
         except BaseException as error:
             self.fail(error)
         finally:
-            wire.close()
+            connection.close()
 
     def _receive(self, received: WorkerMessage) -> None:
         """Delivers a worker's message; under the lock."""
@@ -694,12 +534,17 @@ class ActorLink:
             remote.mark_ended(message)
             return
         if isinstance(message, Report):
-            message = nodes.add_node_to_report(message, self.node)
+            message = self._name_node(message)
         elif isinstance(message, Reply) and message.failure is not None:
-            message = replace(message, failure=nodes.add_node_to_report(message.failure, self.node))
+            message = replace(message, failure=self._name_node(message.failure))
         remote.deliver(message)
         if isinstance(message, Report) and self._shipper is not None:
             self._shipper.notify_parent()
+
+    def _name_node(self, report: Report) -> Report:
+        missing = report.kind in ("ModuleNotFoundError", "ImportError")
+        hint = "; install it there" if missing else ""
+        return replace(report, message=f"{report.message} (on {self.node}{hint})")
 
     def wake_pool(self) -> None:
         """Wakes the pool through the channel of any live worker; under the lock."""
@@ -711,19 +556,110 @@ class ActorLink:
     # --- Any thread --------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, nodes.ActorLostError):
+        if isinstance(error, EOFError | OSError) and not self.lost:
+            text = f"was lost: its connection ended: {error}"
+            error = HostLostError(text)
+            try:
+                self._source.cause()
+            except HostLostError as cause:
+                error = cause
+            except OSError:  # what the host knows of the same end
+                pass
+        if isinstance(error, HostLostError):
             self.lose(str(error))
-        elif isinstance(error, self._ray.exceptions.RayError):
-            self.lose(nodes.describe_loss(error))
         else:
             self.lose(f"failed: {type(error).__name__}: {error}")
 
-    def _kill(self) -> None:
-        with suppress(Exception):
-            self._ray.kill(self._actor, no_restart=True)
+
+def _measure_clock_offset(connection: Connection) -> int:
+    """Returns a host's monotonic clock minus this process's, in ns, to within half a round trip."""
+    measured: list[tuple[int, int]] = []
+    for _ in range(5):  # the fastest round trip gives the smallest error
+        start = time.monotonic_ns()
+        connection.send(MESSAGE, pickle.dumps(("clock", ())))
+        remote = pickle.loads(connection.receive()[1].data)
+        stop = time.monotonic_ns()
+        measured.append((stop - start, remote - (start + stop) // 2))
+    return min(measured)[1]
 
 
 def _start_thread(target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread
+
+
+# --- The launcher of workers at hosts --------------------------------------------------------------------
+
+
+class HostLauncher(Launcher):
+    """The launcher of the workers of a pool at hosts.
+
+    Args:
+        groups: Workers of each host.
+        make_source: Returns the source of a host, given its number and its workers.
+    """
+
+    at_sockets = True
+
+    def __init__(
+        self,
+        groups: Sequence[range],
+        slices: Slices,
+        config: PoolConfig,
+        make_source: Callable[[int, range], HostSource],
+    ) -> None:
+        self._group_of = {worker: number for number, group in enumerate(groups) for worker in group}
+        self._groups = groups
+        self._slices = slices
+        self._config = config.for_workers()
+        self._make_source = make_source
+        self._wake_pipe: WakePipe | None = None  # once a worker is launched
+        self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
+        self._links: dict[int, HostLink] = {}  # latest link of each host, by number
+        self._incarnations: Counter[int] = Counter()  # by worker
+
+    def partition(self, slices: Slices) -> Slices:
+        # Ring only the first worker's doorbell for all slots of a host: its `Shipper` waits for that one.
+        parts: list[tuple[int, int]] = []
+        for group in self._groups:
+            stop = slices[group[-1]][1]
+            parts += [(slices[group[0]][0], stop), *[(stop, stop)] * (len(group) - 1)]
+        return tuple(parts)
+
+    def launch(self, worker: int) -> tuple[RemoteWorker, RemoteWorker]:
+        if self._wake_pipe is None:
+            self._wake_pipe = WakePipe()
+        self._incarnations[worker] += 1
+        number = self._group_of[worker]
+        link, members = self._links.get(number), self._groups[number]
+        if link is None or link.lost:
+            self.check_replaceable(link is not None)
+            link = self._links[number] = HostLink(
+                self._make_source(number, members),
+                workers=members,
+                slices=self._slices[members.start : members.stop],
+                config=self._config,
+                wake_pipe=self._wake_pipe,
+                map_segment=self._map_segment,
+                predecessor=link,
+            )
+        remote = link.launch(worker, self._incarnations[worker])
+        return remote, remote
+
+    def check_replaceable(self, is_lost: bool) -> None:
+        """Raises `ConnectionError` if no host can be started, or no lost one replaced."""
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close(timeout=1)
+        self._links.clear()
+        self._arrays = None
+        if self._wake_pipe is not None:
+            self._wake_pipe.close()
+
+    def _map_segment(self, descriptor: int, layout: Layout) -> Arrays:
+        """Maps the pool's segment, once for all links, because each mapping holds a descriptor."""
+        if self._arrays is None:
+            self._arrays = attach_segment(descriptor, layout)
+        return self._arrays

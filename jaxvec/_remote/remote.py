@@ -1,0 +1,128 @@
+"""`jaxvec.Remote`: a listener at which hosts of workers dial in, and the pools that use these hosts.
+
+Remote -- makes --> HostLauncher -- one per host --> HostLink (link.py) <-- `python -m jaxvec worker`
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+
+from jaxvec._config import OtherMachines, PoolConfig, check_count
+from jaxvec._memory.segment import split_evenly
+from jaxvec._remote.link import HostLauncher, HostSource
+from jaxvec._remote.wire import Host, Listener
+from jaxvec._workers.base import Slices
+
+MIN_KEY_BYTES = 16
+_CHECK_INTERVAL = 0.2  # seconds between checks that a host is still needed
+
+_logger = logging.getLogger("jaxvec")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Returns the host and the port of `"HOST:PORT"`; raises `ValueError`."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"an address has the form HOST:PORT, not {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def check_key(key: bytes) -> bytes:
+    """Returns a key without surrounding white space; raises `ValueError` if it is too short."""
+    if not isinstance(key, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"key must be bytes, such as Path(file).read_bytes(), not {type(key).__name__}")
+    if len(key := key.strip()) < MIN_KEY_BYTES:
+        raise ValueError(
+            f"key must have at least {MIN_KEY_BYTES} bytes, not {len(key)}; make one: openssl rand -hex 32"
+        )
+    return key
+
+
+class Remote(OtherMachines):
+    """A listener for worker hosts on other machines, for `make(backend=...)`. It needs no Ray.
+
+    A host is a process `python -m jaxvec worker --connect HOST:PORT --key-file FILE`. It dials in, and serves
+    some envs until their pool closes. A host that was lost is replaced by one that waits, or dials in later.
+    Hosts that dial in while none is needed wait until `close`.
+
+    Args:
+        listen: Address `"HOST:PORT"` of this machine at which to listen. Port 0 takes a free one.
+        hosts: Number of hosts of each pool. They share its workers evenly.
+        key: Key of at least 16 bytes that all hosts have, too. White space at its ends is ignored. A
+            process that has it can run code in this process and at the hosts.
+
+    Attributes:
+        address: Address `"HOST:PORT"` at which it listens.
+
+    Raises:
+        ValueError, TypeError: An argument is invalid.
+        OSError: It is not possible to listen at the address.
+
+    Example:
+        ```python
+        import pathlib, secrets, subprocess, sys
+
+        key = pathlib.Path("key.txt")
+        key.write_text(secrets.token_hex())
+        with jaxvec.Remote(listen="127.0.0.1:0", key=key.read_bytes()) as remote:
+            command = f"{sys.executable} -m jaxvec worker --connect {remote.address} --key-file key.txt"
+            host = subprocess.Popen(command.split())  # normally on another machine
+            with jaxvec.make("CartPole-v1", 4, num_workers=2, backend=remote) as envs:
+                print(envs.reset(seed=0).obs.shape)  # (4, 4)
+            print(host.wait())  # 0
+        ```
+    """
+
+    def __init__(self, *, listen: str, key: bytes, hosts: int = 1) -> None:
+        check_count("hosts", hosts, 1)
+        self._hosts = hosts
+        self._listener = Listener(*parse_address(listen), check_key(key))
+        host, port = self._listener.address
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.close = weakref.finalize(self, self._listener.close)
+        _logger.info("waiting for worker hosts at %s", self.address)
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def num_workers(self, num_envs: int, timeout: float | None) -> int:
+        """Waits for the hosts, and returns the number of workers that fits their cores."""
+        waiting = self._listener.wait(self._hosts, timeout)
+        if len(waiting) < self._hosts:
+            raise TimeoutError(
+                f"{len(waiting)} of {self._hosts} worker hosts have dialled in to {self.address} within "
+                f"Timeouts.start, {timeout} s; start: python -m jaxvec worker --connect {self.address}"
+            )
+        return min(num_envs, self._hosts * min(host.cores for host in waiting))
+
+    def launcher(self, slices: Slices, config: PoolConfig) -> HostLauncher:
+        """Returns the launcher of workers for these slices."""
+        if len(slices) < self._hosts:
+            raise ValueError(f"hosts is {self._hosts}, but the pool has only {len(slices)} workers")
+        groups = [range(*group) for group in split_evenly(len(slices), self._hosts)]
+        # Of the largest group: a host must not take a small one, and leave one that is too large for others.
+        num_envs = max(slices[group[-1]][1] - slices[group[0]][0] for group in groups)
+        return HostLauncher(groups, slices, config, lambda *_: _DialledHost(self, self._listener, num_envs))
+
+
+class _DialledHost(HostSource):
+    """A host that dials in by itself."""
+
+    def __init__(self, remote: Remote, listener: Listener, num_envs: int) -> None:
+        self._remote = remote  # which listens at least as long as the pool lives
+        self._listener = listener
+        self._num_envs = num_envs
+        self.place = f"no host yet, as none with room for {num_envs} envs has dialled in to {remote.address},"
+
+    def start(self, check: Callable[[], None]) -> Host:
+        while (host := self._listener.take(self._fits, _CHECK_INTERVAL)) is None:
+            check()
+        return host
+
+    def _fits(self, host: Host) -> bool:
+        return not host.token and (host.max_envs is None or host.max_envs >= self._num_envs)

@@ -1,0 +1,61 @@
+"""The command `worker`: a host of workers for a pool on another machine. It does not import JAX."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxvec._remote.host import RejectedError, serve_pool
+from jaxvec._remote.remote import check_key, parse_address
+
+_DETAILS = """\
+The command connects to the pool, and serves envs until the pool closes (exit code 0). If the connection is
+lost, or the pool needs another version, the exit code is 1; start the command again to dial in again.
+
+The key file has the same content as the key of jaxvec.Remote. Whoever has the key can run code here.
+
+examples:
+  python -m jaxvec worker --connect learner.example.org:7777 --key-file key.txt
+  python -m jaxvec worker --connect 10.0.0.5:7777 --key-file /run/secrets/key --envs 64"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves a pool; returns the exit code.
+
+    Args:
+        argv: The arguments after `python -m jaxvec worker`.
+    """
+    parser = ArgumentParser(
+        prog="python -m jaxvec worker",
+        description="Serve envs of a pool on another machine, for backend=jaxvec.Remote(...).",
+        epilog=_DETAILS,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where the pool listens")
+    parser.add_argument("--key-file", metavar="FILE", type=Path, required=True, help="file with the key")
+    parser.add_argument("--envs", metavar="N", type=int, help="largest number of envs to serve")
+    parser.add_argument(
+        "--wait", metavar="SECONDS", type=float, default=60, help="time to reach the pool (default 60)"
+    )
+    options = parser.parse_args(argv)
+    try:
+        address, key = parse_address(options.connect), check_key(options.key_file.read_bytes())
+    except (OSError, ValueError) as error:
+        return _fail(error, 2)
+    node = f"{platform.node()} (process {os.getpid()})"
+    try:
+        serve_pool(address, key, node=node, max_envs=options.envs, wait=options.wait)
+    except RejectedError as error:
+        return _fail(f"this host {error}", 1)
+    except (OSError, EOFError) as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(why: object, code: int) -> int:
+    print(f"python -m jaxvec worker: {why}", file=sys.stderr)
+    return code

@@ -1,0 +1,387 @@
+"""Pools over `jaxvec.Remote` and real `python -m jaxvec worker` processes: the local pool is their oracle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import cloudpickle
+import gymnasium
+import jax
+import numpy as np
+import psutil
+import pytest
+from support import disasters, probe, state_game
+from support.disasters import DEATHS, FAILURES, PATIENCE, SleepingEnv, failing, wait_until, within
+
+import jaxvec
+from jaxvec.testing import CountingEnv, NestedEnv
+
+pytestmark = pytest.mark.timeout(300)
+cloudpickle.register_pickle_by_value(state_game)
+
+NUM_ENVS = 5  # so that 2 hosts hold groups of different size
+KEY = b"a key that the hosts have, too"
+
+
+class Hosts:
+    """A listener, and host processes that dial in to it."""
+
+    def __init__(self, key_file):
+        self.key_file = key_file
+        key_file.write_bytes(KEY + b"\n")
+        self.remote = jaxvec.Remote(listen="127.0.0.1:0", hosts=2, key=KEY)
+        self.processes = []
+
+    def start(self, *more, key_file=None):
+        command = [sys.executable, "-m", "jaxvec", "worker", "--connect", self.remote.address]
+        command += ["--key-file", str(key_file or self.key_file), *more]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        return process
+
+    def close(self):
+        self.remote.close()
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate(timeout=PATIENCE)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    hosts = Hosts(tmp_path / "key")
+    yield hosts
+    hosts.close()
+
+
+@pytest.fixture
+def make_remote(make, hosts):
+    """Yields `make` for pools of two workers at two hosts."""
+    for _ in range(2):
+        hosts.start()
+    return partial(make, backend=hosts.remote, num_workers=2, start_timeout=PATIENCE, step_timeout=PATIENCE)
+
+
+def assert_equal(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def host_of(envs, worker):
+    """Returns the process id of the host of a worker."""
+    link = probe.links(envs)[worker]
+    return int(link.node.rpartition("process ")[2].rstrip(")"))
+
+
+# --- The local pool is the oracle -----------------------------------------------------------------
+
+NESTED = [partial(NestedEnv, length) for length in (3, 7, 5, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "transport", "num_workers"), [("native", "ffi", 5), ("portable", "io_callback", 2)]
+)
+def test_compiled_loop_gets_the_data_of_local_workers(make, make_remote, dispatch, transport, num_workers):
+    def run(envs):
+        space = envs.action_space
+        space.seed(3)
+        samples = [space.sample() for _ in range(40)]
+        handle, first = jaxvec.reset(envs, seed=7)
+        actions = jax.tree.map(lambda *each: np.stack(each), *samples)
+        return first, jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)[1]
+
+    options = {"num_workers": num_workers, "dispatch": dispatch, "transport": transport}
+    remote, local = (run(each(NESTED, **options)) for each in (make_remote, make))
+    assert_equal(remote, local)
+    assert remote[1].info["_final_obs"].any()  # autoresets were among them
+
+
+def test_asynchronous_batches_in_order_are_those_of_local_workers(make, make_remote):
+    def run(envs):
+        @jax.jit
+        def rollout(handle):
+            def body(handle, _):
+                handle, timestep = jaxvec.recv(handle)
+                ids = timestep.info["env_id"]
+                return jaxvec.send(handle, ids % 2, ids), timestep
+
+            return jax.lax.scan(body, handle, length=40)
+
+        handle, first = jaxvec.reset(envs, seed=5)
+        ids = first.info["env_id"]
+        return first, rollout(jaxvec.send(handle, ids % 2, ids))[1]
+
+    options = {"batch_size": 2, "recv_order": "sent"}
+    remote, local = (
+        run(each("CartPole-v1", 4, **options)) for each in (make_remote, partial(make, num_workers=2))
+    )
+    assert_equal(remote, local)
+
+
+def test_states_go_to_hosts_and_come_back(make_remote):
+    envs = make_remote(state_game.walk, NUM_ENVS, states=state_game.CAPACITY, info={"luck": np.float32})
+    models = [state_game.Model(state_game.walk(), "SAME_STEP", env_id) for env_id in range(NUM_ENVS)]
+    game = state_game.Game(state_game.HostFace(envs), models, np.random.default_rng(0))
+    game.play(60)
+    assert game.count > 90
+
+
+def test_batched_envs_are_stepped_as_by_local_workers(make, make_remote):
+    def run(envs):
+        handle, first = jaxvec.reset(envs, seed=7)
+        actions = np.tile(np.arange(4) % 2, (30, 1))
+        return first, jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)[1]
+
+    batched = partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync")
+    options = {"envs_per_instance": 2, "num_envs": 4}
+    remote, local = (run(each(batched, **options)) for each in (make_remote, partial(make, num_workers=2)))
+    assert_equal(remote, local)
+
+
+def test_envs_can_be_called_and_set(make_remote):
+    envs = make_remote(CountingEnv, 4)
+    envs.reset(seed=1)
+    envs.step(np.zeros(4, int))
+    envs.set_attr("steps", [5, 6, 7, 8])
+    assert [*envs.get_attr("steps")] == [5, 6, 7, 8]
+    assert envs.map(lambda env, more: env.steps + more, 1, indices=[-1, 0]) == (9, 6)
+    assert envs.stats().total.steps == 4
+    with pytest.raises(jaxvec.EnvAttributeError, match=r"'nothing' \(env 2, .*on .*process \d+"):
+        envs.get_attr("nothing", indices=2)
+
+
+# --- Faults ---------------------------------------------------------------------------------------
+
+
+def test_an_env_that_raises_breaks_the_pool_and_its_host_is_named(make_remote):
+    envs = make_remote(failing("step", FAILURES["picklable"][0]), 4)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvError, match=r"env 2 .*bad luck.*on .*process \d+") as caught:
+        envs.step(np.full(4, 7))
+    assert (caught.value.env_id, caught.value.worker) == (2, 1)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_dead_worker_is_replaced_by_its_host(make, make_remote):
+    def run(envs):
+        rows = [envs.reset(seed=3)]
+        rows += [envs.step(np.full(4, action)) for action in (0, 0, 7, 0, 7, 0, 0)]
+        return rows, envs.stats().total.restarts
+
+    options = {"on_fault": jaxvec.Restart("reset", None, rate=None)}
+    env = failing("step", DEATHS["SIGKILL"][0])
+    remote, local = (run(each(env, 4, **options)) for each in (make_remote, partial(make, num_workers=2)))
+    assert_equal(remote, local)
+    assert remote[1] == 2
+
+
+def kill_a_host_during(envs, program, victim):
+    """Runs `program` in a thread, and kills a host when it is under way."""
+    completed = probe.array(envs, "completed")
+    outcome = disasters.Background(program)
+    before = completed.copy()
+    wait_until(lambda: (completed > before + 20).all())
+    os.kill(victim, signal.SIGKILL)
+    return outcome
+
+
+def test_a_host_killed_during_a_compiled_loop_breaks_the_pool(make_remote, no_jax_log):
+    envs = make_remote(CountingEnv, 4)
+    handle, _ = jaxvec.reset(envs)
+    loop = partial(jax.lax.fori_loop, 0, 10**9, lambda _, h: jaxvec.step(h, np.zeros(4, int))[0])
+    program = lambda: jax.block_until_ready(jax.jit(loop)(handle))  # noqa: E731
+    outcome = kill_a_host_during(envs, program, host_of(envs, 0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="WorkerDiedError"):
+        outcome.result()
+    with pytest.raises(jaxvec.WorkerDiedError, match=r"on .*process \d+\) was lost: its connection ended"):
+        envs.raise_if_failed()
+    within(envs.close)
+
+
+@pytest.mark.parametrize("when", ["waits", "dials in later"])
+def test_a_host_killed_during_a_compiled_loop_is_replaced(make_remote, hosts, when):
+    envs = make_remote(CountingEnv, 4, on_fault="restart")
+    if when == "waits":
+        hosts.start()
+        wait_until(lambda: hosts.remote._listener.wait(1, 0))
+    handle, _ = jaxvec.reset(envs)
+    victim = host_of(envs, 1)
+
+    def go_on(carry):
+        handle, faults, after = carry
+        handle, timestep = jaxvec.step(handle, np.zeros(4, int))
+        faults = faults + timestep.info["fault"]
+        return handle, faults, after + faults.any()
+
+    loop = partial(jax.lax.while_loop, lambda carry: carry[2] < 20, go_on)
+    program = lambda: jax.block_until_ready(jax.jit(loop)((handle, np.zeros(4, int), 0)))  # noqa: E731
+    outcome = kill_a_host_during(envs, program, victim)
+    if when != "waits":
+        hosts.start()
+    _, faults, _ = outcome.result()
+    assert faults.tolist() == [0, 0, 1, 1]
+    assert envs.stats().total.restarts == 1
+    assert host_of(envs, 1) != victim
+
+
+def test_a_host_that_is_stopped_is_replaced(make_remote, hosts):
+    envs = make_remote(CountingEnv, 4, step_timeout=3, on_fault="restart")
+    envs.reset()
+    victim = host_of(envs, 0)
+    hosts.start()
+    wait_until(lambda: hosts.remote._listener.wait(1, 0))
+    os.kill(victim, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED)
+    assert envs.step(np.zeros(4, int)).info["fault"].tolist() == [True, True, False, False]
+    assert host_of(envs, 0) != victim
+
+
+def test_a_slow_env_is_replaced_beside_the_others_of_its_host(make_remote):
+    envs = make_remote(SleepingEnv, 4, num_workers=4, step_timeout=5, on_fault=jaxvec.Restart(rate=None))
+    envs.reset(seed=0)
+    before = host_of(envs, 0)
+    rows = envs.step(np.full(4, 7))
+    assert rows.info["fault"].tolist() == [False, True, False, False]
+    assert host_of(envs, 0) == before
+
+
+# --- Hosts and their ends -------------------------------------------------------------------------
+
+
+class Pid(CountingEnv):
+    def pid(self):
+        return os.getpid()
+
+
+def test_hosts_and_their_workers_end_with_the_pool(make_remote, hosts):
+    envs = make_remote(Pid, 4)
+    pids = envs.call("pid")
+    envs.close()
+    assert [process.wait(PATIENCE) for process in hosts.processes] == [0, 0]
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_host_that_loses_its_pool_fails_and_can_be_restarted(hosts):
+    script = (
+        "import sys, time, jaxvec\n"
+        "remote = jaxvec.Remote(listen='127.0.0.1:0', key=sys.argv[1].encode())\n"
+        "print(remote.address, flush=True)\n"
+        "envs = jaxvec.make('CartPole-v1', 2, num_workers=2, backend=remote)\n"
+        "print('made', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    pool = subprocess.Popen(
+        [sys.executable, "-c", script, KEY.decode()], stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        address = pool.stdout.readline().strip()
+        command = [sys.executable, "-m", "jaxvec", "worker", "--connect", address]
+        host = subprocess.Popen([*command, "--key-file", str(hosts.key_file)], stderr=subprocess.PIPE)
+        hosts.processes.append(host)
+        assert pool.stdout.readline() == "made\n"
+        workers = psutil.Process(host.pid).children(recursive=True)
+        assert workers
+    finally:
+        pool.kill()
+        pool.communicate(timeout=PATIENCE)
+    assert host.wait(PATIENCE) == 1
+    wait_until(lambda: not any(worker.is_running() for worker in workers))
+
+
+def test_hosts_with_too_little_room_are_left_out(make, hosts):
+    hosts.start("--envs", "2")  # of 5, one host has 3
+    hosts.remote._listener.wait(1, PATIENCE)
+    hosts.start("--envs", "3")
+    hosts.start("--envs", "4")
+    envs = make(CountingEnv, NUM_ENVS, backend=hosts.remote, num_workers=2, start_timeout=PATIENCE)
+    assert {host_of(envs, 0), host_of(envs, 1)} == {process.pid for process in hosts.processes[1:]}
+
+
+def test_by_default_each_core_of_the_hosts_has_a_worker(make, hosts, monkeypatch):
+    for _ in range(2):
+        hosts.start()
+    envs = make(CountingEnv, 100, backend=hosts.remote, start_timeout=PATIENCE)
+    assert envs.num_workers == 2 * len(os.sched_getaffinity(0))
+
+
+def test_a_host_does_not_import_jax(tmp_path, hosts):
+    (tmp_path / "jax.py").write_text("raise ImportError('a host imports jax')")
+    script = "import sys; from jaxvec.cli import _worker; print('jax' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert said.stdout == "False\n"
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+def test_too_few_hosts_time_out(hosts):
+    hosts.start()
+    hosts.remote._listener.wait(1, PATIENCE)
+    with pytest.raises(TimeoutError, match=r"1 of 2 worker hosts have dialled in to 127.*jaxvec worker"):
+        jaxvec.make(CountingEnv, 4, backend=hosts.remote, timeouts=jaxvec.Timeouts(start=0.2))
+
+
+def test_a_pool_that_no_host_dials_in_to_times_out(hosts):
+    said = r"constructor timed out .* on no host yet, as none with room for 2 envs has dialled in to 127"
+    with pytest.raises(jaxvec.EnvTimeoutError, match=said):
+        jaxvec.make(CountingEnv, 4, num_workers=2, backend=hosts.remote, timeouts=jaxvec.Timeouts(start=0.2))
+
+
+def test_a_host_with_another_key_is_refused(hosts, tmp_path):
+    other = tmp_path / "other"
+    other.write_bytes(b"another key of the same sort")
+    host = hosts.start(key_file=other)
+    assert host.wait(PATIENCE) == 1
+    assert "closed the connection" in host.stderr.read()
+    assert hosts.remote._listener.wait(1, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["--key-file", "/no/such/file"], "No such file"), (["--connect", "here"], "HOST:PORT")],
+)
+def test_wrong_arguments_of_a_host_are_told(hosts, more, said):
+    host = hosts.start(*more)
+    assert host.wait(PATIENCE) == 2
+    assert said in host.stderr.read()
+
+
+def test_a_pool_that_is_not_there_is_told(hosts):
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))  # and does not listen
+        host = hosts.start("--connect", f"127.0.0.1:{refusing.getsockname()[1]}", "--wait", "0")
+        assert host.wait(PATIENCE) == 1
+    assert "no pool can be reached at 127.0.0.1" in host.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"listen": "here"}, ValueError, "HOST:PORT"),
+        ({"key": b"short"}, ValueError, "key must have at least 16 bytes, not 5"),
+        ({"key": "a string that is long enough"}, TypeError, "key must be bytes"),
+        ({"hosts": 0}, ValueError, "hosts must be an integer of at least 1"),
+    ],
+)
+def test_bad_options_are_refused(options, kind, said):
+    with pytest.raises(kind, match=said):
+        jaxvec.Remote(**{"listen": "127.0.0.1:0", "key": KEY, **options})
+
+
+def test_fewer_workers_than_hosts_are_refused(hosts):
+    with pytest.raises(ValueError, match="hosts is 2, but the pool has only 1 workers"):
+        jaxvec.make(CountingEnv, 4, num_workers=1, backend=hosts.remote)
+
+
+def test_a_listener_ends_with_its_last_user():
+    before = threading.active_count()
+    address = jaxvec.Remote(listen="127.0.0.1:0", key=KEY).address.rpartition(":")
+    wait_until(lambda: threading.active_count() <= before)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address[0], int(address[2])))
