@@ -670,11 +670,6 @@ class PoolConfig:
             raise ValueError(
                 "Workers(python=...) needs workers on this machine; a host of workers has its own Python"
             )
-        if self.workers.recycle is not None and isinstance(self.backend, OtherMachines):
-            raise ValueError(
-                "Workers(recycle=...) needs workers on this machine; on a cluster, a new process lacks the "
-                "rows that it would continue from. Use on_fault=Restart(...) there"
-            )
         if self.workers.recycle is not None and self.spare_envs:
             raise ValueError(
                 "Workers(recycle=...) and spare_envs cannot be combined: a new process can restore envs, but "

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,7 +42,6 @@ class ProcessStats:
         age: Seconds since the process was started.
         growth: Bytes per hour by which `memory` grew in the last hour, or since the start of the process;
             0 for less than a minute.
-        recycled: Number of processes that were replaced before because of `Workers(recycle=...)`.
     """
 
     pid: int
@@ -53,7 +52,6 @@ class ProcessStats:
     children: int
     age: float
     growth: float = 0.0
-    recycled: int = 0
 
 
 def read_process(pid: int) -> ProcessStats | None:
@@ -146,6 +144,7 @@ class WorkerStats:
         resets: Number of resets of the envs, including automatic ones.
         faults: Number of steps that a fault cut short.
         restarts: Number of faults from which the pool recovered by a new worker or a new env.
+        recycled: Number of processes that were replaced because of `Workers(recycle=...)`.
         step_time: Seconds spent in the envs' steps and in writing their results, without resets.
         reset_time: Seconds spent in the envs' resets.
         wait_time: Seconds spent waiting for work.
@@ -172,6 +171,7 @@ class WorkerStats:
     resets: int = 0
     faults: int = 0
     restarts: int = 0
+    recycled: int = 0
     step_time: float = 0.0
     reset_time: float = 0.0
     wait_time: float = 0.0
@@ -226,12 +226,13 @@ def read(
             resets=row[RESETS],
             faults=row[FAULTS],
             restarts=count,
+            recycled=row[RECYCLED],
             step_time=row[STEP_NS] / 1e9,
             reset_time=row[RESET_NS] / 1e9,
             wait_time=row[WAIT_NS] / 1e9,
             state_bytes=row[STATE_BYTES],
             simulated=row[SIMULATED],
-            process=process and replace(process, recycled=row[RECYCLED]),
+            process=process,
         )
         for row, count, process in zip(rows.tolist(), restarts, processes, strict=True)
     )

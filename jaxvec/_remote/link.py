@@ -46,7 +46,7 @@ from jaxvec._remote.wire import (
 )
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Process, Slices, worker_end
-from jaxvec._workers.worker import Attach, Reply
+from jaxvec._workers.worker import Attach, Reply, Retire
 
 # --- Remote workers --------------------------------------------------------------------------------------
 # They have no sockets in this process. All workers of a pool share one pipe, so that their number is not
@@ -538,7 +538,7 @@ class HostLink:
         elif isinstance(message, Reply) and message.failure is not None:
             message = replace(message, failure=self._name_node(message.failure))
         remote.deliver(message)
-        if isinstance(message, Report) and self._shipper is not None:
+        if isinstance(message, Report | Retire) and self._shipper is not None:
             self._shipper.notify_parent()
 
     def _name_node(self, report: Report) -> Report:

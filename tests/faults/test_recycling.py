@@ -11,37 +11,29 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
 from support import probe
+from support.recycling import (
+    NUM_ENVS,
+    NUM_STEPS,
+    OFTEN,
+    Opened,
+    actions,
+    assert_equal,
+    check_rows,
+    recycled,
+    scan,
+)
 from support.state_game import Walk
 
 import jaxvec
-from jaxvec import _stats
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
-NUM_ENVS, NUM_STEPS = 4, 60
 Recycle = jaxvec.Recycle
-OFTEN = Recycle(steps=20)  # about every tenth step, as a worker has two envs
 WAYS = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback")]
 
 
 def walk():
     return TimeLimit(Walk(), 7)
-
-
-class Opened(CountingEnv):
-    """An env without exact states, because it has an open file. Its info has its process."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.file = open(os.devnull)  # noqa: SIM115 - it stays open
-        self.difficulty = 0
-
-    def step(self, action):
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, {"pid": os.getpid(), "difficulty": self.difficulty}
-
-    def close(self):
-        self.file.close()
 
 
 class Leaking(CountingEnv):
@@ -62,24 +54,6 @@ def way(request):
 
 def make(env, recycle, **options):
     return jaxvec.make(env, NUM_ENVS, workers=jaxvec.Workers(num=2, recycle=recycle), **options)
-
-
-def recycled(envs):
-    return probe.array(envs, "stats")[:, _stats.RECYCLED].tolist()
-
-
-def actions(seed=0, high=3):
-    return np.random.default_rng(seed).integers(0, high, (NUM_STEPS, NUM_ENVS))
-
-
-def assert_equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def scan(envs, chosen):
-    handle, first = jaxvec.reset(envs, seed=3)
-    _, rows = jax.jit(lambda handle: jax.lax.scan(jaxvec.step, handle, chosen))(handle)
-    return jax.tree.map(np.asarray, (first, rows))
 
 
 # --- Envs with exact states -----------------------------------------------------------------------------
@@ -255,43 +229,12 @@ def test_a_leak_stays_below_the_limit_of_memory():
             timestep = envs.step([7] * NUM_ENVS)
             assert (timestep.obs == [1, number, number, 7]).all()
             # The first replacement also verifies the states, in a fork that shares the memory.
-            found = [worker.process for worker in envs.stats().workers if worker.process is not None]
-            assert all(process.memory < 200e6 for process in found if process.recycled)
+            found = [worker for worker in envs.stats().workers if worker.process and worker.recycled]
+            assert all(worker.process.memory < 200e6 for worker in found)
         assert min(recycled(envs)) >= 4
 
 
 # --- Envs without exact states --------------------------------------------------------------------------
-
-
-def rows_of_counting(chosen, faults, length):
-    """Yields the fields of each row of a `CountingEnv` that ends after `length` steps or at a fault."""
-    total, steps = 0.0, 0
-    for action, fault in zip(chosen, faults, strict=True):
-        if fault:
-            yield (-1, 0, 0.0, total, steps, False, True)
-            total, steps = 0.0, 0
-            continue
-        steps += 1
-        total += steps
-        over = steps == length
-        yield (-1 if over else action, 0 if over else steps, float(steps), total, steps, over, False)
-        if over:
-            total, steps = 0.0, 0
-
-
-def check_rows(rows, chosen, faults, length=7):
-    for env_id in range(NUM_ENVS):
-        columns = (
-            rows.obs[..., 3],
-            rows.obs[..., 2],
-            rows.reward,
-            rows.info["episode_return"],
-            rows.info["episode_length"],
-            rows.terminated,
-            rows.truncated,
-        )
-        expected = rows_of_counting(chosen[:, env_id], faults[:, env_id], length)
-        assert [*zip(*(column[:, env_id].tolist() for column in columns), strict=True)] == [*expected]
 
 
 def test_without_exact_states_episodes_end_in_the_old_process(way):
@@ -389,7 +332,6 @@ def test_faults_beside_recycling_are_recovered():
     ("options", "text"),
     [
         ({"backend": "serial"}, "needs worker processes"),
-        ({"backend": "ray"}, "needs workers on this machine"),
         ({"spare_envs": 1}, "spare_envs cannot be combined"),
         ({"envs_per_instance": 2}, "does not go with a batched env"),
     ],

@@ -27,7 +27,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from support import disasters, padded, probe, state_game
+from support import disasters, padded, probe, recycling, state_game
 from support.disasters import GatedEnv, SleepingEnv, wait_until
 from support.pool_machine import PoolMachine
 from support.scripts import leftovers
@@ -55,6 +55,7 @@ pytestmark = [
 ]
 
 cloudpickle.register_pickle_by_value(state_game)
+cloudpickle.register_pickle_by_value(recycling)
 
 NUM_ENVS = 5  # so that 2 workers hold slices of different size
 
@@ -106,6 +107,21 @@ def sample_actions(env_fns, num_steps):
     space.seed(3)
     samples = [space.sample() for _ in range(num_steps)]
     return jax.tree.map(lambda *each: np.stack(each), *samples)
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_recycling_in_actors_changes_no_row(make, make_on_ray, dispatch):
+    recycle, chosen = {"workers": jaxvec.Workers(recycle=recycling.OFTEN)}, recycling.actions(high=2)
+    local, exact = (
+        each(state_game.walk, recycling.NUM_ENVS, dispatch=dispatch, **more)
+        for each, more in ((make, {}), (make_on_ray, recycle))
+    )
+    assert_equal(recycling.scan(exact, chosen), recycling.scan(local, chosen))
+    inexact = make_on_ray(recycling.Opened, recycling.NUM_ENVS, episode_length=7, **recycle)
+    _, rows = recycling.scan(inexact, chosen)
+    recycling.check_rows(rows, chosen, np.zeros_like(chosen, bool))
+    assert min(recycling.recycled(exact)) >= 1
+    assert min(recycling.recycled(inexact)) >= 1
 
 
 def scan(envs, actions):

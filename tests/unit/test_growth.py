@@ -44,7 +44,7 @@ def test_stats_show_the_process_of_each_worker():
             assert 0 < process.proportional_memory <= process.memory
             assert process.descriptors == expected.num_fds()
             assert process.threads == expected.num_threads()
-            assert process.children == process.recycled == process.growth == 0
+            assert process.children == process.growth == worker.recycled == 0
             assert 0 <= process.age < 600
         assert envs.stats().total.process is None
     with jaxvec.make(CountingEnv, 2, backend="serial") as envs:

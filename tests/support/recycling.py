@@ -1,0 +1,81 @@
+"""Envs and models for tests of `Workers(recycle=...)`."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+from support import probe
+
+import jaxvec
+from jaxvec import _stats
+from jaxvec.testing import CountingEnv
+
+NUM_ENVS, NUM_STEPS = 4, 60
+OFTEN = jaxvec.Recycle(steps=20)  # about every tenth step, as a worker has two envs
+
+
+class Opened(CountingEnv):
+    """An env without exact states, because it has an open file. Its info has its process."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.file = open(os.devnull)  # noqa: SIM115 - it stays open
+        self.difficulty = 0
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"pid": os.getpid(), "difficulty": self.difficulty}
+
+    def close(self):
+        self.file.close()
+
+
+def recycled(envs):
+    return probe.array(envs, "stats")[:, _stats.RECYCLED].tolist()
+
+
+def actions(seed=0, high=3):
+    return np.random.default_rng(seed).integers(0, high, (NUM_STEPS, NUM_ENVS))
+
+
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def scan(envs, chosen):
+    handle, first = jaxvec.reset(envs, seed=3)
+    _, rows = jax.jit(lambda handle: jax.lax.scan(jaxvec.step, handle, chosen))(handle)
+    return jax.tree.map(np.asarray, (first, rows))
+
+
+def rows_of_counting(chosen, faults, length):
+    """Yields the fields of each row of a `CountingEnv` that ends after `length` steps or at a fault."""
+    total, steps = 0.0, 0
+    for action, fault in zip(chosen, faults, strict=True):
+        if fault:
+            yield (-1, 0, 0.0, total, steps, False, True)
+            total, steps = 0.0, 0
+            continue
+        steps += 1
+        total += steps
+        over = steps == length
+        yield (-1 if over else action, 0 if over else steps, float(steps), total, steps, over, False)
+        if over:
+            total, steps = 0.0, 0
+
+
+def check_rows(rows, chosen, faults, length=7):
+    for env_id in range(NUM_ENVS):
+        columns = (
+            rows.obs[..., 3],
+            rows.obs[..., 2],
+            rows.reward,
+            rows.info["episode_return"],
+            rows.info["episode_length"],
+            rows.terminated,
+            rows.truncated,
+        )
+        expected = rows_of_counting(chosen[:, env_id], faults[:, env_id], length)
+        assert [*zip(*(column[:, env_id].tolist() for column in columns), strict=True)] == [*expected]
