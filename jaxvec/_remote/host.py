@@ -12,6 +12,7 @@ import pickle
 import queue
 import select
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -347,6 +348,7 @@ def serve_pool(
     max_envs: int | None = None,
     token: str = "",
     wait: float = 0,
+    context: ssl.SSLContext | None = None,
 ) -> None:
     """Dials in to a pool, and serves its envs until it closes.
 
@@ -357,6 +359,7 @@ def serve_pool(
         max_envs: Largest number of envs to serve; `None` for no limit.
         token: Place that this host was started for; empty for any.
         wait: Seconds in which the pool may start to listen.
+        context: Context that checks the pool's certificate; `None` for a pool without TLS.
 
     Raises:
         RejectedError: The pool needs other versions.
@@ -366,7 +369,7 @@ def serve_pool(
     deadline = time.monotonic() + wait
     while True:
         try:
-            connection = dial(address, key, hello)
+            connection = dial(address, key, hello, context)
             break
         except (ConnectionRefusedError, TimeoutError) as error:
             if time_left(deadline) <= 0:

@@ -6,6 +6,7 @@ Remote -- makes --> HostLauncher -- one per host --> HostLink (link.py) <-- `pyt
 from __future__ import annotations
 
 import logging
+import ssl
 import weakref
 from collections.abc import Callable
 
@@ -52,6 +53,8 @@ class Remote(OtherMachines):
         hosts: Number of hosts of each pool. They share its workers evenly.
         key: Key of at least 16 bytes that all hosts have, too. White space at its ends is ignored. A
             process that has it can run code in this process and at the hosts.
+        ssl_context: Context with this machine's certificate, to encrypt all data by TLS. The hosts then need
+            `--tls-ca FILE`. `None` for no encryption.
 
     Attributes:
         address: Address `"HOST:PORT"` at which it listens.
@@ -75,10 +78,14 @@ class Remote(OtherMachines):
         ```
     """
 
-    def __init__(self, *, listen: str, key: bytes, hosts: int = 1) -> None:
+    def __init__(
+        self, *, listen: str, key: bytes, hosts: int = 1, ssl_context: ssl.SSLContext | None = None
+    ) -> None:
         check_count("hosts", hosts, 1)
+        if not isinstance(ssl_context, ssl.SSLContext | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"ssl_context must be an ssl.SSLContext or None, not {ssl_context!r}")
         self._hosts = hosts
-        self._listener = Listener(*parse_address(listen), check_key(key))
+        self._listener = Listener(*parse_address(listen), check_key(key), ssl_context)
         host, port = self._listener.address
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.close = weakref.finalize(self, self._listener.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import ssl
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -41,14 +42,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--wait", metavar="SECONDS", type=float, default=60, help="time to reach the pool (default 60)"
     )
+    parser.add_argument(
+        "--tls-ca", metavar="FILE", help="certificate, or its authority, of a pool with an ssl_context"
+    )
     options = parser.parse_args(argv)
     try:
         address, key = parse_address(options.connect), check_key(options.key_file.read_bytes())
+        context = None if options.tls_ca is None else ssl.create_default_context(cafile=options.tls_ca)
     except (OSError, ValueError) as error:
         return _fail(error, 2)
     node = f"{platform.node()} (process {os.getpid()})"
     try:
-        serve_pool(address, key, node=node, max_envs=options.envs, wait=options.wait)
+        serve_pool(address, key, node=node, max_envs=options.envs, wait=options.wait, context=context)
     except RejectedError as error:
         return _fail(f"this host {error}", 1)
     except (OSError, EOFError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from support import disasters, probe, state_game
+import trustme
+from support import disasters, probe, recycling, state_game
 from support.disasters import DEATHS, FAILURES, PATIENCE, SleepingEnv, failing, wait_until, within
 
 import jaxvec
@@ -24,6 +26,8 @@ from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.timeout(300)
 cloudpickle.register_pickle_by_value(state_game)
+cloudpickle.register_pickle_by_value(recycling)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NUM_ENVS = 5  # so that 2 hosts hold groups of different size
 KEY = b"a key that the hosts have, too"
@@ -32,10 +36,10 @@ KEY = b"a key that the hosts have, too"
 class Hosts:
     """A listener, and host processes that dial in to it."""
 
-    def __init__(self, key_file):
+    def __init__(self, key_file, **options):
         self.key_file = key_file
         key_file.write_bytes(KEY + b"\n")
-        self.remote = jaxvec.Remote(listen="127.0.0.1:0", hosts=2, key=KEY)
+        self.remote = jaxvec.Remote(listen="127.0.0.1:0", hosts=2, key=KEY, **options)
         self.processes = []
 
     def start(self, *more, key_file=None):
@@ -367,6 +371,7 @@ def test_a_pool_that_is_not_there_is_told(hosts):
         ({"key": b"short"}, ValueError, "key must have at least 16 bytes, not 5"),
         ({"key": "a string that is long enough"}, TypeError, "key must be bytes"),
         ({"hosts": 0}, ValueError, "hosts must be an integer of at least 1"),
+        ({"ssl_context": "cert.pem"}, TypeError, "ssl_context must be an ssl.SSLContext or None"),
     ],
 )
 def test_bad_options_are_refused(options, kind, said):
@@ -385,3 +390,113 @@ def test_a_listener_ends_with_its_last_user():
     wait_until(lambda: threading.active_count() <= before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((address[0], int(address[2])))
+
+
+# --- Recycling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dispatch", "transport"), [("native", "ffi"), ("portable", "io_callback")])
+def test_recycling_at_hosts_changes_no_bit(make, make_remote, dispatch, transport):
+    options = {"dispatch": dispatch, "transport": transport}
+    recycle, chosen = {"workers": jaxvec.Workers(recycle=recycling.OFTEN)}, recycling.actions(high=2)
+    local, remote = (
+        each(state_game.walk, recycling.NUM_ENVS, **options, **more)
+        for each, more in ((make, {}), (make_remote, recycle))
+    )
+    assert_equal(recycling.scan(remote, chosen), recycling.scan(local, chosen))
+    assert min(recycling.recycled(remote)) >= 1
+
+
+@pytest.mark.parametrize("fallback", ["episodes", "cut"])
+def test_recycling_at_hosts_without_exact_states(make_remote, fallback):
+    workers = jaxvec.Workers(recycle=jaxvec.Recycle(steps=20, fallback=fallback))
+    env_fn = partial(recycling.Opened, episode_length=7)
+    envs = make_remote(env_fn, recycling.NUM_ENVS, workers=workers, info={"pid": np.int32})
+    chosen = recycling.actions(high=2)
+    _, rows = recycling.scan(envs, chosen)
+    assert min(recycling.recycled(envs)) >= 2
+    faults = rows.info.get("fault", np.zeros_like(chosen, bool))
+    recycling.check_rows(rows, chosen, faults)
+    assert (faults.sum(0) >= (2 if fallback == "cut" else 0)).all()
+    if fallback == "episodes":
+        assert not faults.any()
+        pids = np.where(rows.terminated, rows.info["final_info"]["pid"], rows.info["pid"])
+        changed = pids[1:] != pids[:-1]
+        assert changed.any(axis=0).all()
+        assert (~changed | rows.terminated[:-1]).all()  # between two episodes only
+        envs.close()
+        wait_until(lambda: not any(map(psutil.pid_exists, np.unique(pids).tolist())))
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+class ImageEnv(CountingEnv):
+    """Observes more than the buffers of sockets hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gymnasium.spaces.Box(0, 255, (1000, 1000), np.uint8)
+
+    def _observe(self, action):
+        return np.full((1000, 1000), (self.steps + action) % 256, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return trustme.CA()
+
+
+@pytest.fixture
+def tls_hosts(tmp_path, authority):
+    """Yields hosts that check the certificate of the pool's machine."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    hosts = Hosts(tmp_path / "key", ssl_context=context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    yield hosts
+    hosts.close()
+
+
+def test_data_over_tls_are_those_of_local_workers(make, tls_hosts, tmp_path):
+    processes = [tls_hosts.start("--tls-ca", str(tmp_path / "ca.pem")) for _ in range(2)]
+    local = make(ImageEnv, NUM_ENVS, num_workers=2)
+    remote = make(ImageEnv, NUM_ENVS, num_workers=2, backend=tls_hosts.remote)
+    actions = np.random.default_rng(0).integers(0, 10, (20, NUM_ENVS))
+
+    def run(envs):
+        return [envs.reset(seed=3), *map(envs.step, actions)]
+
+    assert_equal(run(remote), run(local))
+    remote.close()
+    assert [process.wait(PATIENCE) for process in processes] == [0, 0]
+
+
+def test_a_lost_host_with_tls_is_replaced(make, tls_hosts, tmp_path):
+    for _ in range(3):
+        tls_hosts.start("--tls-ca", str(tmp_path / "ca.pem"))
+    envs = make(CountingEnv, 4, num_workers=2, backend=tls_hosts.remote, on_fault="restart")
+    envs.reset(seed=0)
+    os.kill(host_of(envs, 0), signal.SIGKILL)
+    assert envs.step([0] * 4).info["fault"].tolist() == [True, True, False, False]
+    assert envs.step([0] * 4).info["fault"].tolist() == [False] * 4
+
+
+def test_a_certificate_of_another_authority_is_refused(tls_hosts, tmp_path):
+    trustme.CA().cert_pem.write_to_path(str(tmp_path / "other.pem"))
+    host = tls_hosts.start("--tls-ca", str(tmp_path / "other.pem"))
+    assert host.wait(PATIENCE) == 1
+    assert "certificate verify failed" in host.stderr.read()
+
+
+def test_a_host_without_tls_is_refused(tls_hosts):
+    host = tls_hosts.start()
+    assert host.wait(PATIENCE) == 1
+    assert "whether both use TLS" in host.stderr.read()
+    assert tls_hosts.remote._listener.wait(1, 0) == []
+
+
+def test_a_host_with_tls_is_refused_by_a_pool_without(hosts, tls_hosts, tmp_path):
+    host = hosts.start("--tls-ca", str(tmp_path / "ca.pem"))
+    assert host.wait(PATIENCE) == 1
+    assert "SSL" in host.stderr.read()
