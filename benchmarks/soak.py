@@ -2,7 +2,8 @@
 
 Each field of each result is compared with a prediction from the previous results. Pools with several
 combinations of dispatch, transport, batch size, `retry` and spare envs run for equal times, with unlimited
-restarts. With `--ray`, some pools also run on a separate Ray cluster.
+restarts. Some are recycled, some saved and restored, and some are at hosts that dial in, and are killed, too.
+With `--ray`, some pools also run on a separate Ray cluster.
 
 `--kind leaks` steps envs that leak 1 MB per step, with `Workers(recycle=...)`, and `--kind growth` shows the
 memory of jaxvec itself.
@@ -16,13 +17,15 @@ import logging
 import math
 import os
 import random
+import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -135,11 +138,13 @@ class PoolConfig:
     spare_envs: int = 0
     backend: str = "process"
     recycle_steps: int | None = None  # of the envs of a worker, after which a fresh process replaces it
+    saves: bool = False  # whether envs are saved before each call of the program, and mostly restored after
 
     def __str__(self) -> str:
         extras = [f"{self.spare_envs} spare envs"] if self.spare_envs else []
         extras += [f"recycled after {self.recycle_steps}"] if self.recycle_steps else []
-        extras += ["Ray"] if self.backend == "ray" else []
+        extras += ["saved and restored"] if self.saves else []
+        extras += [] if self.backend == "process" else [self.backend]
         return ", ".join([self.dispatch, self.transport, str(self.batch_size), self.retry, *extras])
 
 
@@ -148,6 +153,8 @@ CONFIGS = [PoolConfig(*way, batch_size) for batch_size in (NUM_ENVS, NUM_ENVS //
 CONFIGS += [replace(config, retry="reset") for config in (CONFIGS[0], CONFIGS[5])]
 CONFIGS += [replace(config, spare_envs=2) for config in (CONFIGS[3], CONFIGS[6])]
 CONFIGS += [replace(config, recycle_steps=300) for config in (*CONFIGS[:4], CONFIGS[5], CONFIGS[6])]
+CONFIGS += [replace(config, saves=True) for config in (CONFIGS[0], CONFIGS[2], CONFIGS[-6])]
+CONFIGS += [replace(config, backend="hosts") for config in (CONFIGS[0], CONFIGS[5], CONFIGS[-3], CONFIGS[-9])]
 ON_RAY = [replace(config, backend="ray") for config in (CONFIGS[0], CONFIGS[3], CONFIGS[7])]
 
 
@@ -162,6 +169,7 @@ class Tally:
         faults: Number of caused faults by name.
         restarts: Number of restarts that the pool reports.
         recycled: Number of workers that were replaced because of their steps.
+        restored: Number of times that all envs were restored to their saved states.
     """
 
     steps: int = 0
@@ -170,6 +178,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     recycled: int = 0
+    restored: int = 0
 
 
 class ResultModel:
@@ -259,6 +268,45 @@ class ResultModel:
             "_final_obs": over,
         }
 
+    def copy(self):
+        """Returns a copy, for `restore`."""
+        return [each.copy() for each in (self.counts, self.returns, self.lengths)]
+
+    def restore(self, copy, fault):
+        """Returns to a copy, and to new envs where a fault has interrupted the restore."""
+        self.counts, self.returns, self.lengths = (each.copy() for each in copy)
+        self.counts[fault], self.returns[fault], self.lengths[fault] = [1, 0, 0, -1], 0, 0
+
+
+class Hosts:
+    """A listener, and host processes that dial in to it again whenever they are lost."""
+
+    def __init__(self, number):
+        key = secrets.token_hex().encode()
+        self.remote = jaxvec.Remote(listen="127.0.0.1:0", hosts=number, key=key)
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - until `close`
+        Path(self._file.name).write_bytes(key)
+        self._open = True
+        self.processes = [None] * (number + 1)  # one is a spare
+        self._keepers = [threading.Thread(target=self._keep, args=(index,)) for index in range(number + 1)]
+        for keeper in self._keepers:
+            keeper.start()
+
+    def _keep(self, index):
+        command = [sys.executable, "-m", "jaxvec", "worker", "--connect", self.remote.address]
+        command += ["--key-file", self._file.name, "--wait", "0"]
+        while self._open:
+            self.processes[index] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            self.processes[index].wait()
+
+    def close(self):
+        """Ends all hosts."""
+        self._open = False
+        self.remote.close()
+        for keeper in self._keepers:
+            keeper.join()
+        self._file.close()
+
 
 def check(tally, model, actions, timestep):
     """Compares all fields of a batch with the prediction and counts the differences."""
@@ -284,7 +332,12 @@ def run(config, seconds, mean, deaths):
         deaths: Mean seconds between kills of a worker by this process.
     """
     tally = Tally()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        backend = config.backend
+        if backend == "hosts":
+            hosts = Hosts(NUM_WORKERS)
+            stack.callback(hosts.close)
+            backend = hosts.remote
         record = Path(folder, "faults")
         record.touch()
         with jaxvec.config.override(dispatch=config.dispatch, transport=config.transport):
@@ -296,7 +349,8 @@ def run(config, seconds, mean, deaths):
                     recycle=config.recycle_steps and jaxvec.Recycle(steps=config.recycle_steps),
                 ),
                 batch_size=None if config.batch_size == NUM_ENVS else config.batch_size,
-                backend=config.backend,
+                backend=backend,
+                states=2 * NUM_ENVS if config.saves else 0,
                 spare_envs=config.spare_envs,
                 on_fault=jaxvec.Restart(retry=config.retry, max_restarts=None, rate=None),
                 timeouts=jaxvec.Timeouts(step=1.0),
@@ -309,8 +363,11 @@ def run(config, seconds, mean, deaths):
             while not stop.wait(random.expovariate(1 / deaths)):
                 if config.backend == "ray":  # actors own the workers; only faults of envs kill them
                     continue
-                workers = envs.pool._workers.supervisor._processes
                 tally.faults["SIGKILL from outside"] += 1
+                if config.backend == "hosts":
+                    random.choice(hosts.processes).kill()
+                    continue
+                workers = envs.pool._workers.supervisor._processes
                 with suppress(ProcessLookupError):  # the worker has exited already
                     os.kill(random.choice(workers).pid, signal.SIGKILL)
 
@@ -335,6 +392,9 @@ def run(config, seconds, mean, deaths):
             carry, start = (handle, timestep.info["env_id"]), 0
             try:
                 while time.monotonic() < end:
+                    if config.saves:
+                        handle, states = jaxvec.save(carry[0])
+                        carry, saved = (handle, carry[1]), model.copy()
                     carry, rows = program(carry, jnp.arange(start, start + LENGTH))
                     start += LENGTH
                     rows = jax.tree.map(np.asarray, rows)
@@ -342,12 +402,19 @@ def run(config, seconds, mean, deaths):
                         ids, actions, timestep = jax.tree.map(lambda leaf, index=index: leaf[index], rows)
                         sent[ids] = actions
                         check(tally, model, sent[timestep.info["env_id"]], timestep)
+                    if config.saves and random.random() < 0.7:
+                        with suppress(jaxvec.StaleStateError):  # a worker was replaced
+                            handle, timestep = jaxvec.restore(carry[0], states)
+                            carry = handle, carry[1]
+                            model.restore(saved, np.asarray(timestep.info["fault"]))
+                            counts = np.asarray(timestep.obs["counts"])
+                            tally.restored += 1
+                            tally.wrong += int((counts != model.counts).any(1).sum())
             finally:
                 stop.set()
                 killer.join()
-            stats = envs.stats()
-            tally.restarts = stats.total.restarts
-            tally.recycled = sum(each.process.recycled for each in stats.workers if each.process)
+            total = envs.stats().total
+            tally.restarts, tally.recycled = total.restarts, total.recycled
         tally.faults.update(record.read_text().split("\n")[:-1])
     return tally
 
@@ -405,8 +472,7 @@ def run_leak(leak, exact, seconds):
         def watch():
             while not stop.wait(0.1):
                 # The first replacement also verifies the states in a fork, where envs leak, too.
-                found = [worker.process for worker in envs.stats().workers if worker.process]
-                found = [each for each in found if each.recycled]
+                found = [each.process for each in envs.stats().workers if each.process and each.recycled]
                 peaks[0] = max([peaks[0], *(each.memory for each in found)])
                 peaks[1] = max([peaks[1], *(each.descriptors for each in found)])
 
@@ -434,7 +500,7 @@ def run_leak(leak, exact, seconds):
         finally:
             stop.set()
             watcher.join()
-        recycled = sum(worker.process.recycled for worker in envs.stats().workers if worker.process)
+        recycled = envs.stats().total.recycled
     states = "exact states" if exact else "ends of episodes"
     row = f"| {leak}, {states} | {4 * count:,} | {recycled} | {peaks[0] / 1e6:.0f} | {peaks[1]} | {wrong} |"
     return row, wrong
@@ -526,10 +592,10 @@ def main() -> None:
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
-        "| dispatch, transport, envs per batch, retry | steps | faults | restarts | recycled | fault rows "
-        "| wrong fields | RSS, MB |"
+        "| dispatch, transport, envs per batch, retry | steps | faults | restarts | recycled | restored "
+        "| fault rows | wrong fields | RSS, MB |"
     )
-    print("| --- |" + " ---: |" * 7)
+    print("| --- |" + " ---: |" * 8)
     wrong = 0
     seconds = 60 * options.minutes / len(configs)
     for config in configs:
@@ -538,7 +604,8 @@ def main() -> None:
         megabytes = process.memory_info().rss / 1e6
         print(
             f"| {config} | {tally.steps:,} | {tally.faults.total()} "
-            f"| {tally.restarts} | {tally.recycled} | {tally.fault_rows} | {tally.wrong} | {megabytes:.0f} |",
+            f"| {tally.restarts} | {tally.recycled} | {tally.restored} | {tally.fault_rows} | {tally.wrong} "
+            f"| {megabytes:.0f} |",
             flush=True,
         )
         print(f"  {dict(tally.faults)}", file=sys.stderr, flush=True)
