@@ -361,7 +361,9 @@ def run(config, seconds, mean, deaths):
 
         def kill_from_outside():
             while not stop.wait(random.expovariate(1 / deaths)):
-                if config.backend == "ray":  # actors own the workers; only faults of envs kill them
+                # Actors own their workers, and a worker that dies in a restore breaks the pool: there, only
+                # faults of envs kill workers.
+                if config.backend == "ray" or config.saves:
                     continue
                 tally.faults["SIGKILL from outside"] += 1
                 if config.backend == "hosts":
