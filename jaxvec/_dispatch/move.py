@@ -35,7 +35,7 @@ class Verb(IntEnum):
 
 
 VERBS = tuple(Verb)
-_END = 8  # above the operations that workers receive; `kEnd` of C++
+_END = 16  # above the operations that workers receive; `kEnd` of C++
 
 
 def requests(numbers: NDArray[np.int64], verb: Verb) -> NDArray[np.int64]:

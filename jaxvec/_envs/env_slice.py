@@ -162,6 +162,7 @@ class EnvSlice(Slice):
         self._states = SavedStates(self._stats)
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
         self._state_numbers, self._oldest_state = rows["state",], arrays["oldest_state",]
+        self._spec, self._arrays = spec, arrays
         # The serial backend runs in the program, and a fork of that would lack its threads.
         self._verifies_in_fork = config.backend != "serial" and hasattr(os, "fork")
         self._unverified = set(range(len(envs)))  # envs without a verified restore
@@ -170,6 +171,7 @@ class EnvSlice(Slice):
         self._simulator = Simulator(
             env_fns,
             first=first,
+            running=self._running,
             spec=spec,
             stepper_of=lambda envs, env_fn, arrays: (
                 EnvSlice(
@@ -179,9 +181,7 @@ class EnvSlice(Slice):
                     worker=0,
                     spec=spec,
                     arrays=arrays,
-                    config=replace(
-                        config, settings=replace(config.settings, wrapper_bypass=False), record_faults=None
-                    ),
+                    config=replace(config, record_faults=None),
                     lends=False,
                 ).step_from
             ),
@@ -632,6 +632,17 @@ class EnvSlice(Slice):
                 self._rows.put(np.array(slots) - self.first, rows)
             return None
 
+    def try_simulate(self, slots: NDArray[Any]) -> None:
+        (index,) = (slots - self.first).tolist()
+        arrays = self._arrays
+        part = slice(arrays["first_simulated",][slots[0]], self._state_numbers[index])
+        before, after = (arrays[name,][part] for name in ("simulated_before", "simulated_after"))
+        actions = [arrays[("simulated", *leaf.path)][part] for leaf in self._spec.action_leaves]
+        rows = [arrays[("saved", *leaf.path)] for leaf in self._spec.timestep_leaves]
+        with suppress(BaseException):  # as in `try_save`
+            self._simulate(before.tolist(), after, actions, int(self._oldest_state[0]), rows)
+            self._state_numbers[index] = 0
+
     def simulate_states(
         self, sources: Sequence[int], numbers: Sequence[int], actions: Sequence[NDArray[Any]], oldest: int
     ) -> list[NDArray[Any]] | LostStates:
@@ -643,17 +654,34 @@ class EnvSlice(Slice):
         Raises:
             EnvFailure: An env raised. It names the slot that the first state of its line was saved from.
         """
+        missing = self._states.missing(sources)
+        if missing:
+            return LostStates(missing)
+        rows = [
+            np.empty((len(sources), *leaf.shape), object if leaf.is_object else leaf.stored)
+            for leaf in self._spec.timestep_leaves
+        ]
+        self._simulate(sources, np.array(numbers), actions, oldest, rows, np.arange(len(sources)))
+        return rows
+
+    def _simulate(
+        self,
+        sources: Sequence[int],
+        numbers: NDArray[np.int64],
+        actions: Sequence[NDArray[Any]],
+        oldest: int,
+        rows: Sequence[NDArray[Any]],
+        places: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Steps from states, and writes the time steps to `places` of `rows`, by default those of a table."""
         with self._states.evicting(oldest):
-            missing = self._states.missing(sources)
-            if missing:
-                return LostStates(missing)
-            before = self._simulator.steps
+            before, states = self._simulator.steps, [self._states[source] for source in sources]
+            where = numbers % len(rows[0]) if places is None else places
             try:
-                states, rows = self._simulator.step([self._states[source] for source in sources], actions)
+                after = self._simulator.step(states, actions, rows, where)
             finally:
                 self._stats[_stats.SIMULATED] += self._simulator.steps - before
-            self._states.add(numbers, states)
-            return rows
+            self._states.add(numbers.tolist(), after)
 
     def export_states(self, numbers: Sequence[int]) -> list[bytes] | LostStates:
         """Returns states as bytes; raises `EnvFailure` if one can't be pickled."""
@@ -679,22 +707,26 @@ class EnvSlice(Slice):
                     self._slots.check_fit(slot - self.first, state.env)
                     self._states.add([number], [state._replace(slot=slot)])
 
-    def step_from(self, states: Sequence[SlotState], after: list[SlotState]) -> None:
+    def step_from(self, states: Sequence[SlotState], after: list[SlotState], running: memoryview) -> None:
         """Steps the envs of the first rows from `states`, and appends each next state to `after`.
 
-        All rows share one env, so each state is restored when the step before it is saved.
+        All rows share one env, so each state is restored when the step before it is saved. `running` gets the
+        slot of each state in turn.
         """
         for index, state in enumerate(states):
             self._episodes.restore(index, state.episode)
             self._episodes.clear_marks(index)  # the row may contain flags of another state
+        save, restore, last = self._save_slot, self._restore_env, len(states) - 1
 
         def save_and_restore_next(index: int, _: int) -> None:
-            after.append(self._save_slot(index, states[index].slot))
-            if len(after) < len(states):
-                self._running[0] = len(after) + 1  # an error of the restore is one of the next env
-                self._restore_env(len(after), states[len(after)])
+            after.append(save(index, states[index].slot))
+            if index < last:
+                self._running[0] = index + 2  # an error of the restore is one of the next env
+                running[0] = states[index + 1].slot + 1
+                restore(index + 1, states[index + 1])
 
-        self._restore_env(0, states[0])
+        running[0] = states[0].slot + 1
+        restore(0, states[0])
         self.step(np.arange(len(states)), save_and_restore_next)
 
     def _save_slot(

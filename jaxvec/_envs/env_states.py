@@ -195,10 +195,9 @@ class StatefulEnv:
         Raises:
             EnvStateError: Something can't be copied. The message names the attribute and suggests what to do.
         """
+        if self._incremental is not None and (changed := self._incremental.save()) is not None:
+            return EnvState(self._kinds, changed, None)
         self._update_layers()
-        incremental = self._incremental
-        if incremental is not None and (fields := incremental.save()) is not None:
-            return EnvState(self._kinds, fields, None)
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
         while True:
@@ -207,8 +206,8 @@ class StatefulEnv:
                 break
             except TakenAsAWhole as error:
                 self._walked.add(id(error.container))
-        if incremental is not None:
-            incremental.note(fields)
+        if self._incremental is not None:
+            self._incremental.note(fields)
         return EnvState(self._kinds, fields, own)
 
     def _walk(self) -> tuple[list[Fields], Any]:
@@ -263,6 +262,9 @@ class StatefulEnv:
         Raises:
             EnvStateError: The state is that of an env of another class, or with other wrappers.
         """
+        fits = self._kinds == state.kinds
+        if fits and self._incremental is not None and self._incremental.restore(state.layers):
+            return True
         kinds = self.kinds  # updates the layers
         layers = self._layers
         if kinds != state.kinds:
@@ -270,8 +272,6 @@ class StatefulEnv:
                 f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(kinds)}; "
                 "restore it into an env that the same function made"
             )
-        if self._incremental is not None and self._incremental.restore(state.layers):
-            return True
         base = layers[-1]
         restorer = Restorer(layers)
         try:

@@ -14,14 +14,15 @@ from jaxvec import _stats
 from jaxvec._envs.env_states import SlotState
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
-from jaxvec._memory.segment import Arrays, make_layout, private_segment
+from jaxvec._memory.segment import Arrays, index_of, make_layout, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._util import dumps
 
 _MAX_ROWS = 64  # rows of steps that are in memory at the same time
 
-# Steps an env from each state in turn, into the first rows, and appends the next states to the list.
-Stepper: TypeAlias = Callable[[Sequence[SlotState], list[SlotState]], None]
+# Steps an env from each state in turn, into the first rows, and appends the next states to the list. It notes
+# the slot that runs.
+Stepper: TypeAlias = Callable[[Sequence[SlotState], list[SlotState], memoryview], None]
 
 
 class Simulator:
@@ -32,11 +33,12 @@ class Simulator:
         env_fns: Sequence[EnvFn],
         *,
         first: int,
+        running: memoryview,
         spec: PoolSpec,
         stepper_of: Callable[[list[Env], EnvFn, Arrays], Stepper],
     ) -> None:
         self.steps = 0  # so far
-        self._env_fns, self._first = env_fns, first
+        self._env_fns, self._first, self._running = env_fns, first, running
         self._spec = replace(spec, num_envs=_MAX_ROWS, batch_size=_MAX_ROWS)
         self._stepper_of = stepper_of  # takes envs, the function that built them, and their arrays
         self._kinds: list[Hashable] | None = None
@@ -51,17 +53,17 @@ class Simulator:
         return self._kinds[slot - self._first]
 
     def step(
-        self, states: Sequence[SlotState], actions: Sequence[NDArray[Any]]
-    ) -> tuple[list[SlotState], list[NDArray[Any]]]:
+        self,
+        states: Sequence[SlotState],
+        actions: Sequence[NDArray[Any]],
+        rows: Sequence[NDArray[Any]],
+        targets: NDArray[np.int64],
+    ) -> list[SlotState]:
         """Steps once from each of `k` states, with the leaves of actions `[k, ...]`.
 
-        Returns the next states, and the leaves of the time step, `[k, ...]`, without `env_id` and without the
-        rows of idle envs.
+        It writes the time steps to the places `targets`, `[k]`, of the leaves `rows`; not those of idle envs.
+        Returns the next states.
         """
-        out = [
-            np.empty((len(states), *leaf.shape), object if leaf.is_object else leaf.stored)
-            for leaf in self._spec.timestep_leaves
-        ]
         after: list[Any] = [None] * len(states)
         by_kind: dict[Hashable, list[int]] = {}
         for place, state in enumerate(states):
@@ -77,9 +79,10 @@ class Simulator:
                 )
                 for place, state in zip(chunk, next_states, strict=True):
                     after[place] = state
-                for leaf, array in zip(self._spec.timestep_leaves, out, strict=True):
-                    array[chunk] = arrays[leaf.path][: len(chunk)]
-        return after, out
+                index = index_of(targets[chunk])
+                for leaf, array in zip(self._spec.timestep_leaves, rows, strict=True):
+                    array[index] = arrays[leaf.path][: len(chunk)]
+        return after
 
     def close(self) -> None:
         built, self._built = self._built, {}
@@ -100,7 +103,7 @@ class Simulator:
             arrays[leaf.path][: len(states)] = action
         after: list[SlotState] = []
         try:
-            stepper(states, after)
+            stepper(states, after, self._running)
         except BaseException as error:
             del self._built[kind]  # its state is unknown now
             with suppress(BaseException):
@@ -111,6 +114,7 @@ class Simulator:
             error.env_id, error.operation = slot, "simulate"
             raise error from error.__cause__
         finally:
+            self._running[0] = 0
             self.steps += int(counters[_stats.STEPS] - before)
         return after, arrays
 

@@ -108,21 +108,24 @@ class Layout:
 
     fields: tuple[Field, ...]  # in the segment, without overlap, each at a multiple of `ALIGNMENT`
     nbytes: int  # size of the segment
+    present: int  # size of its first part; the second, of saved states, takes memory when it is touched
     num_envs: int
     objects: tuple[KeyPath, ...]  # arrays `[num_envs]` of Python objects, private to each process
 
 
-def make_layout(spec: PoolSpec, num_workers: int, *, records: bool = False) -> Layout:
-    """Returns the layout of a pool; with `records`, it has room for the flight recorder."""
+def make_layout(spec: PoolSpec, num_workers: int, *, records: bool = False, states: int = 0) -> Layout:
+    """Returns the layout of a pool that keeps `states`; with `records`, it also has the flight recorder."""
     fields: list[Field] = []
-    offset = 0
+    offset = present = 0
     recorded = _recorded(spec) if records else ()
-    for path, shape, dtype in (*_arrays(spec, num_workers), *recorded):
-        field = Field(path, shape, dtype, offset)
-        fields.append(field)
-        offset = align(offset + field.nbytes)
+    for part in ((*_arrays(spec, num_workers), *recorded), _saved(spec, states) if states else ()):
+        present = max(offset, ALIGNMENT)
+        for path, shape, dtype in part:
+            field = Field(path, shape, dtype, offset)
+            fields.append(field)
+            offset = align(offset + field.nbytes)
     objects = tuple(leaf.path for leaf in spec.object_leaves)
-    return Layout(tuple(fields), max(offset, ALIGNMENT), spec.num_envs, objects)
+    return Layout(tuple(fields), max(offset, ALIGNMENT), present, spec.num_envs, objects)
 
 
 def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[int, int], ...]:
@@ -143,9 +146,11 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
             yield leaf.path, spec.batch_shape(leaf), leaf.stored
     yield ("raw_info",), (n,), np.dtype(np.uint8)  # `InfoKind`, written by workers
     yield ("seed",), (n,), np.dtype(np.int64)  # of the next reset; see `_arguments.py`
-    # The parent writes the number of the state to save or restore, and the oldest number that it keeps. The
-    # worker writes 0 to `state` when it is done.
+    # The parent writes the number of the state to save or restore, and the oldest number that it keeps. For a
+    # simulation, `state` is the end of the worker's part of `simulated_before`, which begins at
+    # `first_simulated`. The worker writes 0 to `state` when it is done.
     yield ("state",), (n,), np.dtype(np.int64)
+    yield ("first_simulated",), (n,), np.dtype(np.int64)
     yield ("oldest_state",), (1,), np.dtype(np.int64)
     # The following outlive a worker: only it writes them, and its replacement continues with them.
     yield ("last_seed",), (n,), np.dtype(np.int64)  # latest seed of the env
@@ -178,6 +183,20 @@ def _recorded(spec: PoolSpec) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dty
         yield ("flight", *leaf.path), (n, steps, *leaf.shape), leaf.stored
 
 
+def _saved(spec: PoolSpec, states: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
+    """Yields the arrays of saved states and of `simulate`."""
+    # The parent writes the time steps of saves, and workers those of simulations, at the states' places.
+    for leaf in spec.timestep_leaves:
+        if not leaf.is_object:
+            yield ("saved", *leaf.path), (states, *leaf.shape), leaf.stored
+    # Written by the parent, in the order of the workers: number of the state before and after, and action.
+    for name in ("simulated_before", "simulated_after"):
+        yield (name,), (states,), np.dtype(np.int64)
+    for leaf in spec.action_leaves:
+        if not leaf.is_object:
+            yield ("simulated", *leaf.path), (states, *leaf.shape), leaf.stored
+
+
 def align(offset: int) -> int:
     """Rounds an offset up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
@@ -193,7 +212,8 @@ Arrays: TypeAlias = dict[KeyPath, NDArray[Any]]
 def create_segment(layout: Layout, *, sparse: bool = False) -> int:
     """Creates zeroed shared memory; returns its file descriptor, which is not inheritable.
 
-    Pages are allocated now or, if `sparse`, when they are touched, which can then kill the process.
+    The pages of the first part are allocated now or, if `sparse`, when they are touched, which can then kill
+    the process.
 
     Raises:
         OSError: No memory or no file descriptor is left.
@@ -202,9 +222,8 @@ def create_segment(layout: Layout, *, sparse: bool = False) -> int:
     try:
         # With ftruncate alone, a process would be killed if memory runs out when it touches a page.
         if sys.platform == "linux" and not sparse:
-            os.posix_fallocate(fd, 0, layout.nbytes)
-        else:
-            os.ftruncate(fd, layout.nbytes)
+            os.posix_fallocate(fd, 0, layout.present)
+        os.ftruncate(fd, layout.nbytes)
         if sys.platform == "linux":  # shrinking it would kill every process that touches the lost pages
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -226,10 +245,10 @@ def private_segment(layout: Layout) -> Arrays:
 
 
 def whole_segment(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:
-    """Returns all bytes of the segment behind `arrays`, as an array that keeps the mapping alive."""
+    """Returns the first part of the segment behind `arrays`, as bytes that keep the mapping alive."""
     first = arrays[layout.fields[0].path]
     memory: Any = first.base
-    return np.frombuffer(memory, np.uint8, layout.nbytes)
+    return np.frombuffer(memory, np.uint8, layout.present)
 
 
 def _create_memory() -> int:
@@ -257,7 +276,8 @@ class Views:
 
     Attributes:
         seeds: Seeds of the next reset, `[num_envs]`.
-        states: Numbers of the states to save or restore, `[num_envs]`.
+        states: Numbers of the states to save or restore, `[num_envs]`, as in the segment.
+        first_simulated: Begin of the part of each worker in a simulation, at one of its envs, `[num_envs]`.
         oldest_state: Number of the oldest state that is kept, `[1]`.
         over: The arrays `terminated` and `truncated`, `[num_envs]`.
         stats: Counters of the workers, `[num_workers, _stats.WIDTH]`.
@@ -267,6 +287,7 @@ class Views:
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
         self.seeds: NDArray[Any] = arrays["seed",]
         self.states: NDArray[Any] = arrays["state",]
+        self.first_simulated: NDArray[Any] = arrays["first_simulated",]
         self.oldest_state: NDArray[Any] = arrays["oldest_state",]
         self.stats: NDArray[Any] = arrays["stats",]
         self.raw_info: NDArray[Any] = arrays["raw_info",]

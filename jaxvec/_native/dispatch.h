@@ -37,7 +37,7 @@ struct Board {
 };
 
 // Requests to workers: the members of `Verb` (move.py) below kEnd. A mark is kEnd * number + operation.
-enum Operation : uint32_t { kReset = 0, kStep = 1, kSave = 6, kRestore = 7, kEnd = 8 };
+enum Operation : uint32_t { kReset = 0, kStep = 1, kSave = 6, kRestore = 7, kSimulate = 8, kEnd = 16 };
 
 // The reason why a wait ended.
 enum Outcome : int32_t {

@@ -315,8 +315,9 @@ bool add_enumerators(PyObject* module) {
     const Ref number(to_python(value));
     if (!statuses || !number || PyDict_SetItemString(statuses.get(), name, number.get()) < 0) return false;
   }
-  const Ref verbs(Py_BuildValue("{sI sI sI sI sI sI sI}", "RESET", kReset, "STEP", kStep, "SEND", kSend,
-                                "RECV", kRecv, "SAVE", kSave, "RESTORE", kRestore, "END", kEnd));
+  const Ref verbs(Py_BuildValue("{sI sI sI sI sI sI sI sI}", "RESET", kReset, "STEP", kStep, "SEND", kSend,
+                                "RECV", kRecv, "SAVE", kSave, "RESTORE", kRestore, "SIMULATE", kSimulate,
+                                "END", kEnd));
   return verbs && PyModule_AddObjectRef(module, "STATUSES", statuses.get()) == 0 &&
          PyModule_AddObjectRef(module, "VERBS", verbs.get()) == 0;
 }

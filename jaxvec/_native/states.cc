@@ -25,9 +25,9 @@ struct Name {
   const char* text;
   PyObject* object = nullptr;
 };
-Name dict_name{"__dict__"}, array_name{"array"}, class_name{"cls"}, bits_name{"bits"}, state_name{"state"},
-    sequence_name{"sequence"}, num_spawned_name{"num_spawned"}, apply_name{"apply_to"}, space_name{"space"},
-    equal_name{"equal"}, generators_name{"generators"}, random_name{"_np_random"},
+Name dict_name{"__dict__"}, env_name{"env"}, array_name{"array"}, class_name{"cls"}, bits_name{"bits"},
+    state_name{"state"}, sequence_name{"sequence"}, num_spawned_name{"num_spawned"}, apply_name{"apply_to"},
+    space_name{"space"}, equal_name{"equal"}, generators_name{"generators"}, random_name{"_np_random"},
     bit_generator_name{"bit_generator"}, seed_sequence_name{"seed_seq"},
     seeds_spawned_name{"n_children_spawned"};
 
@@ -179,6 +179,13 @@ bool Change(Ref* dict, PyObject* before, PyObject* name, PyObject* value) {
   return *dict && PyDict_SetItem(dict->get(), name, value) == 0;
 }
 
+// Checks that the layer at `index` still wraps the next one; user code may insert and remove wrappers.
+Outcome WrapsNext(PyObject* layers, Py_ssize_t index) {
+  if (index + 1 == PyList_Size(layers)) return Outcome::kDone;
+  const Ref inner = Get(PyList_GetItem(layers, index), env_name);
+  return ToOutcome(inner ? inner.get() == PyList_GetItem(layers, index + 1) : -1);
+}
+
 // Reads a layer's `Fields`: its attributes that are atoms, the nodes of the others, and the number of all.
 bool ReadFields(PyObject* fields, PyObject** atoms, PyObject** others, Py_ssize_t* count) {
   return PyArg_ParseTuple(fields, "O!O!n:fields", &PyDict_Type, atoms, &PyDict_Type, others, count) != 0;
@@ -322,8 +329,11 @@ PyObject* SaveChanges(PyObject*, PyObject* args) {
   Visited visited;
   for (Py_ssize_t i = 0; i < count; ++i) {
     Ref saved;
-    const Outcome outcome = SaveLayer(PyList_GetItem(layers, i), PyList_GetItem(before, i),
-                                      PyList_GetItem(excluded, i), nodes, &visited, &saved);
+    Outcome outcome = WrapsNext(layers, i);
+    if (outcome == Outcome::kDone) {
+      outcome = SaveLayer(PyList_GetItem(layers, i), PyList_GetItem(before, i), PyList_GetItem(excluded, i),
+                          nodes, &visited, &saved);
+    }
     if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_None);
     PyList_SetItem(all.get(), i, saved.release());
   }
@@ -344,12 +354,15 @@ PyObject* RestoreChanges(PyObject*, PyObject* args) {
   Visited visited;
   const Py_ssize_t count = PyList_Size(layers);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (PyList_GetItem(excluded, i) == Py_None) continue;
     Target target{Get(PyList_GetItem(layers, i), dict_name), PyList_GetItem(fields, i), true};
     if (!target.held) return nullptr;
-    const Outcome outcome = CanRestoreLayer(target.held.get(), target.fields, nodes, &visited, &target.same);
+    Outcome outcome = WrapsNext(layers, i);
+    const bool is_saved = PyList_GetItem(excluded, i) != Py_None;
+    if (outcome == Outcome::kDone && is_saved) {
+      outcome = CanRestoreLayer(target.held.get(), target.fields, nodes, &visited, &target.same);
+    }
     if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_False);
-    targets.push_back(std::move(target));
+    if (is_saved) targets.push_back(std::move(target));
   }
   for (const Target& target : targets) {
     if (!RestoreLayer(target.held.get(), target.fields, nodes, target.same)) return nullptr;
@@ -493,7 +506,7 @@ PyMethodDef functions[] = {
 }  // namespace
 
 bool AddStates(PyObject* module) {
-  for (Name* name : {&dict_name, &array_name, &class_name, &bits_name, &state_name, &sequence_name,
+  for (Name* name : {&dict_name, &env_name, &array_name, &class_name, &bits_name, &state_name, &sequence_name,
                      &num_spawned_name, &apply_name, &space_name, &equal_name, &generators_name, &random_name,
                      &bit_generator_name, &seed_sequence_name, &seeds_spawned_name}) {
     name->object = PyUnicode_InternFromString(name->text);

@@ -38,7 +38,7 @@ from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
 from jaxvec._pool.env_calls import EnvCalls
-from jaxvec._pool.pool_states import PackedStates, SavedStates
+from jaxvec._pool.pool_states import PackedStates, SavedStates, StateTable
 from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats
@@ -88,7 +88,9 @@ class Pool:
         self._workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
-        layout = make_layout(spec, len(slices), records=records)
+        self.id: int = next(_ids)  # in the handles and states of this pool
+        table = StateTable(states, pool_id=self.id)
+        layout = make_layout(spec, len(slices), records=records, states=states)
         arrays = workers.attach(layout, spec)
         self._pending_envs = PendingEnvs(spec.num_envs, spec.batch_size, together)
         self.all: NDArray[np.int_] = self._pending_envs.all  # ids of all envs
@@ -96,7 +98,6 @@ class Pool:
         self._views = Views(spec, arrays, self._pending_envs.rows)
         self._segment = whole_segment(arrays, layout)
         self._pinning_tried = False
-        self.id: int = next(_ids)  # in the handles and states of this pool
         self._options: Options = None  # the reset options that the workers hold
         if not resets_required:
             self._pending_envs.needs_reset[:] = False
@@ -113,7 +114,7 @@ class Pool:
             workers, self.state, self._engine, slices=slices, raw_info=views.raw_info, timeout=step_timeout
         )
         self._saved = SavedStates(
-            spec, workers, self.env_calls, capacity=states, pool_id=self.id, resets_required=resets_required
+            spec, workers, self.env_calls, table, arrays, resets_required=resets_required
         )
 
     @property
@@ -303,9 +304,11 @@ class Pool:
         self, states: NDArray[np.uint32], actions: Rows, *, deliver: Deliver = copies
     ) -> tuple[NDArray[np.uint32], Rows]:
         """Steps copies of envs from saved states. Returns the new states' names, and the time steps."""
-        with self.state.track(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
+        with self.state.track(Move(Verb.SIMULATE, self.all)) as active, self._engine.exclusive():
             self.state.check()
-            return self._saved.simulate(states, actions, deliver)
+            # A slot that is pending can't be dispatched.
+            send = None if len(self._pending_envs.sent) else partial(self._send_states, active)
+            return self._saved.simulate(send, states, actions, deliver)
 
     def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
         """Returns states in a form that other pools can restore."""
@@ -355,9 +358,11 @@ class Pool:
             self.finalizer.close(timeout)
         finally:
             if self.finalizer.ended:
-                for name in ("_views", "_segment"):  # the only views of the memory, which is now unmapped
+                for name in ("_views", "_segment"):  # views of the memory, which is now unmapped
                     vars(self).pop(name, None)
                 self.env_calls.forget()
+                self._saved.forget()
+                self._saved.forget()
 
     # --- Parts of the operations: only threads that are inside the engine, or hold slots, change anything --
 
@@ -426,7 +431,7 @@ class Pool:
     def _send_states(
         self, active: ActiveMove, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
     ) -> NDArray[np.int_]:
-        """Saves or restores states by a dispatch. Returns the indices of the envs that were left out."""
+        """Saves, restores or simulates by a dispatch. Returns the indices of the slots that were left out."""
         self._views.states[slots] = numbers
         self._views.oldest_state[0] = self._saved.table.oldest
         with self.state.breaking():

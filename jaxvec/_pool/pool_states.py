@@ -32,7 +32,7 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs.env_states import LostStates
 from jaxvec._envs.slice import RequestName
 from jaxvec._errors import ResetNeededError, StaleStateError, StateFileError
-from jaxvec._memory.segment import Deliver, Index, Rows, index_of
+from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, index_of
 from jaxvec._pool.env_calls import EnvCalls
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._workers.base import WorkerGroup
@@ -54,17 +54,14 @@ class StateTable:
     """A ring buffer of the time steps that belong to saved states.
 
     A state's number determines its place in the ring. A number is never reused, so the place of a replaced
-    state contains another number.
+    state contains another number. `rows` are arrays of the segment, as workers write to them, too.
     """
 
-    def __init__(self, spec: PoolSpec, capacity: int, *, pool_id: int) -> None:
+    def __init__(self, capacity: int, *, pool_id: int) -> None:
         self._pool_id, self._capacity = pool_id, capacity
+        self.rows: list[NDArray[Any]] = []
         # `np.zeros` takes pages from the kernel only once they are written, so an unused table costs nothing.
         try:
-            self.rows: list[NDArray[Any]] = [
-                np.zeros((capacity, *leaf.shape), object if leaf.is_object else leaf.stored)
-                for leaf in spec.timestep_leaves
-            ]
             self.worker: NDArray[np.int_] = np.zeros(capacity, np.int_)  # index of the worker that keeps it
             self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # before a step of its env
             self._incarnations = np.zeros(capacity, np.int64)  # replacements of the worker before the save
@@ -72,6 +69,14 @@ class StateTable:
         except (MemoryError, ValueError, OverflowError) as error:
             raise ValueError(f"can't keep {capacity} states: {error}; keep fewer") from error
         self._next = 1
+
+    def attach(self, spec: PoolSpec, arrays: Arrays) -> None:
+        """Sets the rows of the table, which `make_layout` has reserved for its capacity."""
+        capacity = self._capacity
+        self.rows = [
+            np.zeros((capacity, *leaf.shape), object) if leaf.is_object else arrays["saved", *leaf.path]
+            for leaf in (spec.timestep_leaves if capacity else ())
+        ]
 
     @property
     def count(self) -> int:
@@ -256,18 +261,30 @@ class SavedStates:
         spec: PoolSpec,
         workers: WorkerGroup,
         env_calls: EnvCalls,
+        table: StateTable,
+        arrays: Arrays,
         *,
-        capacity: int,
-        pool_id: int,
         resets_required: bool,
     ) -> None:
-        self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id)
+        self.table: StateTable = table
+        table.attach(spec, arrays)
+        self._first_simulated = arrays["first_simulated",]
+        # What a dispatched simulation passes to the workers: states before and after it, and actions.
+        self._simulated: list[NDArray[Any]] = []
+        if workers.moves_states and table.rows and not any(leaf.is_object for leaf in spec.action_leaves):
+            leaves = [("simulated", *leaf.path) for leaf in spec.action_leaves]
+            paths = ("simulated_before",), ("simulated_after",), *leaves
+            self._simulated = [arrays[path] for path in paths]
         self._spec = spec
         self._workers = workers
         self._env_calls = env_calls
         self._worker_of = env_calls.worker_of
         self._resets_required = resets_required
         self._leaf = {leaf.path: index for index, leaf in enumerate(spec.timestep_leaves)}
+
+    def forget(self) -> None:
+        """Drops the views of the segment."""
+        self.table.rows, self._simulated, self._first_simulated = [], [], np.zeros(0, np.int64)
 
     def save(
         self, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_]
@@ -325,9 +342,9 @@ class SavedStates:
         )
 
     def simulate(
-        self, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
+        self, send: Send | None, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
     ) -> tuple[NDArray[np.uint32], Rows]:
-        """Steps copies of envs; see `Pool.simulate`."""
+        """Steps copies of envs; see `Pool.simulate`. Without `send`, by requests only."""
         table = self.table
         sources = table.find(ids, self._incarnations)
         before = table.places(sources)
@@ -342,9 +359,12 @@ class SavedStates:
             )
         idle, idle_rows = self._idle_rows(before)
         numbers, oldest = table.allocate(len(workers)), table.oldest
+        rest = workers
+        if send is not None and self._simulated and len(workers):
+            rest = self._dispatch_simulation(send, workers, sources, numbers, actions)
         answers = self._request(
             "simulate_states",
-            workers,
+            rest,
             lambda mine: (sources[mine].tolist(), numbers[mine].tolist(), [a[mine] for a in actions], oldest),
         )
         no_resets = np.zeros(len(numbers), np.bool_)
@@ -352,7 +372,7 @@ class SavedStates:
         for worker, answer in enumerate(answers):
             for row, part in zip(table.rows, answer or (), strict=bool(answer)):
                 row[after[workers == worker]] = part
-        for row, part in zip(table.rows, idle_rows, strict=True):
+        for row, part in zip(table.rows, idle_rows, strict=bool(idle_rows)):
             row[after[idle]] = part
         table.rows[self._leaf["info", "env_id"]][after] = env_ids
         if self._resets_required and self._spec.autoreset is Autoreset.DISABLED:
@@ -397,7 +417,7 @@ class SavedStates:
     def _idle_rows(self, places: NDArray[np.int_]) -> tuple[NDArray[np.int_], Rows]:
         """Returns the indices of the states that take no step, and the rows that they return instead."""
         if self._spec.autoreset is not Autoreset.EPISODIC:
-            return np.zeros(0, np.int_), [row[:0] for row in self.table.rows]
+            return np.zeros(0, np.int_), []
         idle = np.flatnonzero(self._ended(places))
         rows = self.table.read(places[idle])
         rows[self._leaf["reward",]][:] = 0
@@ -419,6 +439,33 @@ class SavedStates:
         errors = self._workers.last_errors
         check_all([errors[each] for each in late if errors[each] is not before[each]])
         return rest
+
+    def _dispatch_simulation(
+        self,
+        send: Send,
+        workers: NDArray[np.int_],
+        sources: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        actions: Rows,
+    ) -> NDArray[np.int_]:
+        """Steps copies of envs by a dispatch; the workers write the rows.
+
+        Returns the worker of each state `[n]` that was left out, and -1 for the others.
+        """
+        counts = np.bincount(workers)
+        involved, stops = np.flatnonzero(counts), counts.cumsum()
+        slots = self._env_calls.first_of(involved)
+        order = index_of(np.argsort(workers, kind="stable"))  # a slice, if they are in order
+        values = [array[order] for array in (sources, numbers, *actions)]
+        self._write_simulation(slots, (stops - counts)[involved], values)
+        late = self._dispatch(send, Verb.SIMULATE, slots, stops[involved])
+        return np.where(np.isin(workers, involved[late]), workers, -1) if late.size else workers[:0]
+
+    def _write_simulation(self, slots: NDArray[Any], starts: NDArray[Any], values: Rows) -> None:
+        # A function of its own: views of the segment in the traceback of an error would keep it mapped.
+        self._first_simulated[slots] = starts
+        for array, each in zip(self._simulated, values, strict=True):
+            array[: len(each)] = each
 
     def _sources_for(self, slots: NDArray[Any], numbers: NDArray[np.int64]) -> Sources:
         """Returns the number of each state, or its pickle if another worker than the env's keeps it."""

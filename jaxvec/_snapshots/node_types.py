@@ -393,16 +393,31 @@ class BitGenerator(Node):
         ):
             old.state = self.state
         else:  # unpickling does the same; a new bit generator would take much longer
-            entropy, key, size = _seed(sequence)
-            sequence = np.random.SeedSequence(
-                entropy, spawn_key=key, pool_size=size, n_children_spawned=self.num_spawned
-            )
-            old.__setstate__((self.state, sequence))
+            old.__setstate__((self.state, _sequence_for(old, sequence, self.num_spawned)))
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.cls, other.cls
         yield "", self.state, other.state
         yield "", (_seed(self.sequence), self.num_spawned), (_seed(other.sequence), other.num_spawned)
+
+
+# Copies of seed sequences, each for one bit generator, as spawning changes them. An entry contains both, so
+# that their ids are not reused. A copy is also its own entry, for later states of that generator.
+_copies: dict[tuple[int, int], tuple[Any, Any]] = {}
+_MAX_COPIES = 4096
+
+
+def _sequence_for(bits: Any, sequence: Any, num_spawned: int) -> Any:
+    """Returns a copy of a seed sequence for a bit generator, with this number of spawned children."""
+    _, found = _copies.get((id(bits), id(sequence)), (None, None))
+    if found is None or found.n_children_spawned != num_spawned:
+        entropy, key, size = _seed(sequence)
+        found = np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=num_spawned)
+        if len(_copies) >= _MAX_COPIES:
+            _copies.clear()
+        for each in (sequence, found):
+            _copies[id(bits), id(each)] = each, found
+    return found
 
 
 def _seed(sequence: Any) -> Any:

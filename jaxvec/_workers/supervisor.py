@@ -118,6 +118,7 @@ _ACTIVITIES: dict[int, str] = {
     Verb.STEP: "stepping",
     Verb.SAVE: "saving",
     Verb.RESTORE: "restoring",
+    Verb.SIMULATE: "simulating",
 }
 # The field of `Timeouts` that limits an operation; "step" for all others.
 _TIMEOUT_FIELDS = {
@@ -148,10 +149,11 @@ class Diagnosis:
         inside = marks.running[:, 0].tolist()  # 1 + the slot, for each worker; 0 for none
         running = np.array([slot for slot in slots if slot + 1 in inside], np.intp)
         actions = reader(self.action, self.arrays, stored=True)(running)
-        verbs = verbs_of(marks.requested[running]).tolist()
+        verbs = verbs_of(marks.requested[running])
+        verbs[marks.completed[running] == marks.requested[running]] = Verb.SIMULATE  # of a copy of the env
         return {
             slot: (_ACTIVITIES.get(verb, "running"), _describe_action(action) if verb == Verb.STEP else "")
-            for slot, action, verb in zip(running.tolist(), actions, verbs, strict=True)
+            for slot, action, verb in zip(running.tolist(), actions, verbs.tolist(), strict=True)
         }
 
     def died_error(self, worker: int, request: str | None) -> WorkerDiedError:
@@ -183,8 +185,9 @@ class Diagnosis:
         activity = f"No reply from the workers of {name_envs(env_ids)}"
         running = {}
         if unfinished is not None:
-            env_ids = tuple(unfinished)
             running = self.running(env_ids)
+            # A simulation is dispatched to one env of each worker, whichever it copies.
+            env_ids = tuple(running) if limits.name == "simulate" else tuple(unfinished)
             activity = f"No env is running. Unfinished: {name_envs(env_ids)}"
         if running:
             activity = "Still running: " + ", ".join(

@@ -274,6 +274,8 @@ class Age:
 
 
 # --- The worker's start and loop -------------------------------------------------------------------------
+_ATTEMPTS = {Verb.SAVE: "try_save", Verb.RESTORE: "try_restore", Verb.SIMULATE: "try_simulate"}
+
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
 # imports JAX.
@@ -429,9 +431,10 @@ def _serve(
                 with span(recorder, f"answer {message.name}"), runs_envs:
                     channel.send(pack(_answer(env_slice, message)))
                 continue
-            if message.verb in (Verb.SAVE, Verb.RESTORE):
-                attempt = env_slice.try_save if message.verb is Verb.SAVE else env_slice.try_restore
-                with span(recorder, f"answer {message.verb.word}"):
+            if message.verb in _ATTEMPTS:
+                attempt = getattr(env_slice, _ATTEMPTS[message.verb])
+                runs_envs = turn if message.verb is Verb.SIMULATE else nullcontext()
+                with span(recorder, f"answer {message.verb.word}"), runs_envs:
                     attempt(message.slots)
                 end.post(message.slots)
                 continue

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 
 import gymnasium
 import jax
@@ -175,11 +176,11 @@ def test_a_worker_that_dies_in_simulate_is_a_worker_that_died(make, on_fault):
     envs.step(np.zeros(4, int))
     state = envs.save()
     with pytest.raises(
-        jaxvec.WorkerDiedError, match=r"\(envs 2, 3\) exited with code 3 while answering simulate\."
+        jaxvec.WorkerDiedError, match=r"\(envs 2, 3\) exited with code 3 while simulating env 3\."
     ):
-        envs.simulate(state, np.array([0, 0, 8, 0]))
+        envs.simulate(state, np.array([0, 0, 0, 8]))
     if on_fault == "raise":
-        with pytest.raises(jaxvec.PoolBrokenError, match="while answering simulate"):
+        with pytest.raises(jaxvec.PoolBrokenError, match="while simulating env 3"):
             envs.step(np.zeros(4, int))
         return
     assert envs.simulate(state[:2], np.zeros(2, int))[1].obs[:, 1].tolist() == [2, 2]  # the other worker's
@@ -190,6 +191,27 @@ def test_a_worker_that_dies_in_simulate_is_a_worker_that_died(make, on_fault):
     after = envs.step(np.zeros(4, int))
     assert after.info["fault"].tolist() == [False, False, True, True]
     assert after.obs[:2, 1].tolist() == [2, 2]
+
+
+class Stuck(CountingEnv):
+    """Waits for ever at action 8."""
+
+    def step(self, action):
+        if action == 8:
+            threading.Event().wait()
+        return super().step(action)
+
+
+def test_a_simulation_that_hangs_names_the_env(make):
+    envs = make(Stuck, 4, num_workers=2, states=20, on_fault="restart", step_timeout=1)
+    envs.reset()
+    state = envs.save()
+    with pytest.raises(
+        jaxvec.EnvTimeoutError, match=r"simulate timed out .* env 3 \(worker 1, simulating\)"
+    ) as caught:
+        envs.simulate(state, np.array([0, 0, 0, 8]))
+    assert caught.value.env_ids == (3,)
+    assert envs.step(np.zeros(4, int)).info["fault"].tolist() == [False, False, True, True]
 
 
 class Frail(CountingEnv):
