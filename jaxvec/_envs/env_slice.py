@@ -106,8 +106,9 @@ class EnvSlice(Slice):
         self._running = memoryview(running)
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
-        # The compiled loop supports scalar rewards only, and does not check spaces.
-        compiled = None if config.strict or spec.reward.shape else _native.ext
+        # The compiled loop writes rewards of these types only, and does not check spaces.
+        writes = rows["reward",].dtype in (np.float32, np.float64)
+        compiled = _native.ext if writes and not config.strict else None
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None

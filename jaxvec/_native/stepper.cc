@@ -10,6 +10,7 @@
 #include <cstring>
 #include <initializer_list>
 #include <limits>
+#include <memory>
 
 #include "python.h"
 
@@ -94,6 +95,19 @@ bool ReadFloat(PyObject* value, double* number) {
   float narrow;
   PyArray_ScalarAsCtype(value, &narrow);
   *number = narrow;
+  return true;
+}
+
+// Reads a float as above, or an exact Python int; false for other values.
+bool ReadNumber(PyObject* value, double* number) {
+  if (ReadFloat(value, number)) return true;
+  if (!PyLong_CheckExact(value)) return false;
+  const long long integer = PyLong_AsLongLong(value);
+  if (integer == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  *number = static_cast<double>(integer);
   return true;
 }
 
@@ -285,21 +299,23 @@ PyObject* PaddedWriter(PyObject*, PyObject* args) {
 
 // Steps the envs of a slice, which lists and arrays contain by their index there.
 struct Stepper {
-  Ref kept;              // the arguments, which own the objects below
-  PyObject* states;      // list of int: pending work of each env; 0 for an ordinary step
-  PyObject* infos;       // list of dict: infos of the latest steps
-  PyObject* marks;       // tuple of ndarray [n, ...] that mark rows at an episode's end; or None
-  PyObject* returns;     // ndarray [n] of float64: returns of the running episodes
-  PyObject* lengths;     // ndarray [n] of int64: lengths of the running episodes
-  PyObject* row_reward;  // ndarray [n] of float32 or float64, in the segment
-  PyObject* row_return;  // ndarray [n] of float32 or float64, in the segment
-  PyObject* row_length;  // ndarray [n] of int32 or int64, in the segment
-  PyObject* running;     // ndarray [1] of uint32 in shared memory: 1 + slot of the env that runs
-  PyObject* forked;      // list; not empty in a fork of this process
-  PyObject* write_obs;   // Writer, or a function of index and observation
-  PyObject* write_info;  // function of index and info
-  Py_ssize_t first;      // slot of index 0
-  long marked;           // the state in which a step also clears the marks of its row
+  Ref kept;                           // the arguments, which own the objects below
+  PyObject* states;                   // list of int: pending work of each env; 0 for an ordinary step
+  PyObject* infos;                    // list of dict: infos of the latest steps
+  PyObject* marks;                    // tuple of ndarray [n, ...] that mark rows at an episode's end; or None
+  PyObject* returns;                  // ndarray [n, ...] of float64: returns of the running episodes
+  PyObject* lengths;                  // ndarray [n] of int64: lengths of the running episodes
+  PyObject* row_reward;               // ndarray [n, ...] of float32 or float64, in the segment
+  PyObject* row_return;               // ndarray [n, ...] of float32 or float64, in the segment
+  PyObject* row_length;               // ndarray [n] of int32 or int64, in the segment
+  PyObject* running;                  // ndarray [1] of uint32 in shared memory: 1 + slot of the env that runs
+  PyObject* forked;                   // list; not empty in a fork of this process
+  PyObject* write_obs;                // Writer, or a function of index and observation
+  PyObject* write_info;               // function of index and info
+  Py_ssize_t first;                   // slot of index 0
+  long marked;                        // the state in which a step also clears the marks of its row
+  npy_intp num_rewards;               // numbers in the reward of a step
+  std::unique_ptr<double[]> rewards;  // [num_rewards], of the step whose row is being written
 };
 
 PyTypeObject* stepper_type;
@@ -334,15 +350,54 @@ Ref StepEnv(PyObject* env, PyObject* limits, PyObject* action) {
   return Ref(PyTuple_Pack(5, item(0), item(1), item(2), Py_True, item(4)));
 }
 
-// Stores a number in a column of one of two types.
+// Returns row `index` of a column.
+void* RowOf(PyObject* column, Py_ssize_t index) { return PyArray_GETPTR1(AsArray(column), index); }
+
+// Stores number `i` of a row in a column of one of two types.
 template <typename Narrow, typename Wide>
-void Store(PyObject* column, int narrow_type, Py_ssize_t index, Wide value) {
-  void* to = PyArray_GETPTR1(AsArray(column), index);
+void Store(PyObject* column, int narrow_type, Py_ssize_t index, npy_intp i, Wide value) {
+  void* row = RowOf(column, index);
   if (PyArray_TYPE(AsArray(column)) == narrow_type) {
-    *static_cast<Narrow*>(to) = static_cast<Narrow>(value);
+    static_cast<Narrow*>(row)[i] = static_cast<Narrow>(value);
   } else {
-    *static_cast<Wide*>(to) = value;
+    static_cast<Wide*>(row)[i] = value;
   }
+}
+
+// Reads a vector of rewards: an array of the right shape, or a list or tuple of numbers. Python handles other
+// values, and also rewards or returns that are not finite in the row's type, since NumPy may warn of these.
+bool ReadVector(const Stepper& self, Py_ssize_t index, PyObject* given) {
+  PyArrayObject* returns = AsArray(self.returns);
+  const int ndim = PyArray_NDIM(returns) - 1;
+  double* rewards = self.rewards.get();
+  if (PyArray_CheckExact(given)) {
+    PyArrayObject* array = AsArray(given);
+    const int type = PyArray_TYPE(array);
+    if (PyArray_NDIM(array) != ndim || !PyArray_ISCARRAY_RO(array) ||
+        !PyArray_CompareLists(PyArray_DIMS(array), PyArray_DIMS(returns) + 1, ndim) ||
+        (type != NPY_FLOAT32 && type != NPY_FLOAT64)) {
+      return false;
+    }
+    const void* data = PyArray_DATA(array);
+    for (npy_intp i = 0; i < self.num_rewards; ++i)
+      rewards[i] =
+          type == NPY_FLOAT32 ? static_cast<const float*>(data)[i] : static_cast<const double*>(data)[i];
+  } else {
+    const bool is_list = PyList_CheckExact(given);
+    if (ndim != 1 || !(is_list || PyTuple_CheckExact(given))) return false;
+    if ((is_list ? PyList_Size(given) : PyTuple_Size(given)) != self.num_rewards) return false;
+    for (npy_intp i = 0; i < self.num_rewards; ++i) {
+      PyObject* item = is_list ? PyList_GetItem(given, i) : PyTuple_GetItem(given, i);
+      if (!ReadNumber(item, &rewards[i])) return false;
+    }
+  }
+  const bool is_narrow = PyArray_TYPE(AsArray(self.row_reward)) == NPY_FLOAT32;
+  const auto fits = [&](double x) { return std::isfinite(is_narrow ? static_cast<float>(x) : x); };
+  const auto* played = static_cast<const double*>(RowOf(self.returns, index));
+  for (npy_intp i = 0; i < self.num_rewards; ++i) {
+    if (!fits(rewards[i]) || !fits(played[i] + rewards[i])) return false;
+  }
+  return true;
 }
 
 // Clears the marks that the previous episode's end left in a row; false if a Python error is set.
@@ -365,24 +420,24 @@ Outcome WriteStep(const Stepper& self, PyObject* number, Py_ssize_t index, PyObj
   PyObject *obs = PyTuple_GetItem(result, 0), *given = PyTuple_GetItem(result, 1);
   PyObject* info = PyTuple_GetItem(result, 4);
   if (!PyDict_CheckExact(info)) return Outcome::kFallback;
-  double reward;
-  if (!ReadFloat(given, &reward)) {
-    if (!PyLong_CheckExact(given)) return Outcome::kFallback;
-    reward = static_cast<double>(PyLong_AsLongLong(given));
-  }
+  double* rewards = self.rewards.get();
+  const bool is_vector = PyArray_NDIM(AsArray(self.returns)) > 1;
+  if (!(is_vector ? ReadVector(self, index, given) : ReadNumber(given, rewards))) return Outcome::kFallback;
   const int terminated = PyObject_IsTrue(PyTuple_GetItem(result, 2));
   const int truncated = PyObject_IsTrue(PyTuple_GetItem(result, 3));
   if (PyErr_Occurred() != nullptr) {
     PyErr_Clear();  // Python will raise it again
     return Outcome::kFallback;
   }
-  double& episode_return = *static_cast<double*>(PyArray_GETPTR1(AsArray(self.returns), index));
-  int64_t& length = *static_cast<int64_t*>(PyArray_GETPTR1(AsArray(self.lengths), index));
-  episode_return += reward;
+  auto* returns = static_cast<double*>(RowOf(self.returns, index));
+  int64_t& length = *static_cast<int64_t*>(RowOf(self.lengths, index));
+  for (npy_intp i = 0; i < self.num_rewards; ++i) {
+    returns[i] += rewards[i];
+    Store<float>(self.row_reward, NPY_FLOAT32, index, i, rewards[i]);
+    Store<float>(self.row_return, NPY_FLOAT32, index, i, returns[i]);
+  }
   ++length;
-  Store<float>(self.row_reward, NPY_FLOAT32, index, reward);
-  Store<float>(self.row_return, NPY_FLOAT32, index, episode_return);
-  Store<int32_t>(self.row_length, NPY_INT32, index, length);
+  Store<int32_t>(self.row_length, NPY_INT32, index, 0, length);
   if (marked && !ClearMarks(self, index)) return Outcome::kError;
   Ref last;
   if (terminated != 0 || truncated != 0) {
@@ -447,6 +502,16 @@ bool IsColumn(PyObject* object, npy_intp size, int type, int other) {
          (given == type || given == other);
 }
 
+// Returns whether an array has `size` rows or more like those of `returns`, of float32 or float64.
+bool HasRewards(PyObject* object, npy_intp size, PyObject* returns) {
+  PyArrayObject *array = AsArray(object), *like = AsArray(returns);
+  const int type = PyArray_TYPE(array), ndim = PyArray_NDIM(like);
+  return ndim > 0 && PyArray_NDIM(array) == ndim && PyArray_DIM(array, 0) >= size &&
+         PyArray_ISCARRAY(array) &&
+         PyArray_CompareLists(PyArray_DIMS(array) + 1, PyArray_DIMS(like) + 1, ndim - 1) &&
+         (type == NPY_FLOAT32 || type == NPY_FLOAT64);
+}
+
 bool IsMark(PyObject* object, npy_intp size) {
   if (!PyArray_Check(object)) return false;
   PyArrayObject* array = AsArray(object);
@@ -472,18 +537,23 @@ PyObject* MakeStepper(PyObject*, PyObject* args, PyObject* kwargs) {
   }
   self.kept = Share(kwargs);
   const npy_intp size = PyList_Size(self.states);
-  bool known = IsColumn(self.returns, size, NPY_FLOAT64, NPY_FLOAT64) &&
-               IsColumn(self.lengths, size, NPY_INT64, NPY_INT64) &&
-               IsColumn(self.row_reward, size, NPY_FLOAT32, NPY_FLOAT64) &&
-               IsColumn(self.row_return, size, NPY_FLOAT32, NPY_FLOAT64) &&
-               IsColumn(self.row_length, size, NPY_INT32, NPY_INT64) &&
-               IsColumn(self.running, 1, NPY_UINT32, NPY_UINT32);
+  bool known =
+      PyArray_TYPE(AsArray(self.returns)) == NPY_FLOAT64 && HasRewards(self.returns, size, self.returns) &&
+      IsColumn(self.lengths, size, NPY_INT64, NPY_INT64) && HasRewards(self.row_reward, size, self.returns) &&
+      HasRewards(self.row_return, size, self.returns) &&
+      IsColumn(self.row_length, size, NPY_INT32, NPY_INT64) &&
+      IsColumn(self.running, 1, NPY_UINT32, NPY_UINT32);
   if (self.marks != Py_None) {
     const Py_ssize_t count = PyTuple_Size(self.marks);
     known &= count >= 0;
     for (Py_ssize_t i = 0; i < count; ++i) known &= IsMark(PyTuple_GetItem(self.marks, i), size);
   }
-  if (known) return object.release();
+  if (known) {
+    self.num_rewards = PyArray_MultiplyList(PyArray_DIMS(AsArray(self.returns)) + 1,
+                                            PyArray_NDIM(AsArray(self.returns)) - 1);
+    self.rewards = std::make_unique<double[]>(self.num_rewards);
+    return object.release();
+  }
   return PyErr_Format(PyExc_TypeError,
                       "an array has a dtype that the stepper does not support, or is too short for %zd envs",
                       size);

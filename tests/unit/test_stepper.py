@@ -56,9 +56,7 @@ class Scripted(gymnasium.Env):
     def step(self, action: Any) -> Any:
         if self.random.random() < self.odd / 8:
             raise RuntimeError(f"action {action}")
-        reward = self.one_of(
-            1.5, np.float64(0.1), np.float32(0.1), 3, True, np.array([2.0]), 2**70, 10**400, "1", None
-        )
+        reward = self.reward()
         flags = (
             self.one_of(False, True, np.False_, np.True_, 0, 1, None, np.array(True), np.zeros(2))
             for _ in range(2)
@@ -70,6 +68,11 @@ class Scripted(gymnasium.Env):
             self.one_of({}, {"k": 1.5}, {"k": 2, "l": "x"}, OrderedDict(), None),
         )
         return self.one_of(result, list(result), result[:4], None)
+
+    def reward(self) -> Any:
+        return self.one_of(
+            1.5, np.float64(0.1), np.float32(0.1), 3, True, np.array([2.0]), 2**70, 10**400, "1", None
+        )
 
     def obs(self) -> Any:
         number = self.random.normal
@@ -101,11 +104,42 @@ class Scripted(gymnasium.Env):
         return odd[self.random.integers(len(odd))] if self.random.random() < self.odd / len(odd) else ordinary
 
 
+class Several(Scripted):
+    """Returns a reward for each of two agents."""
+
+    reward_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def reward(self) -> Any:
+        x = self.random.normal(size=2)
+        arrays = x, x.astype(np.float32), x.astype(">f8"), np.stack([x, x])[:, 0], x.view(np.recarray)
+        lists = x.tolist(), tuple(x), [1, 2.5], (np.float32(0.1), 2**60 + 1), [3, 4], [True, 0.5], list("12")
+        huge = [2**70, 1], [10**400, 1.0], np.array([1e300, 1.0]), [-np.inf, 1.0], [np.inf, np.nan]
+        wrong = np.zeros(3), [1.0], [x, x], [None, 1.0], x[:, None], 1.5, np.array([2, 3]), "12", None
+        usual = self.random.integers(3)
+        return self.one_of([x, arrays[1], lists[0]][usual], *arrays, *lists, *huge, *wrong)
+
+
+class Matrices(Several):
+    """Returns a small array of rewards, which has rows in float32."""
+
+    reward_space = spaces.Box(-9, 9, (2, 1), np.float32)
+
+    def reward(self) -> Any:
+        reward = super().reward()
+        return reward.reshape(2, 1) if isinstance(reward, np.ndarray) and reward.size == 2 else reward
+
+
+class Halves(Several):
+    """Returns rewards that have rows in float16, which the compiled loop leaves to Python."""
+
+    reward_space = spaces.Box(-9, 9, (2,), np.float16)
+
+
 def make_slice(
     envs: list[gymnasium.Env], *, mode: Autoreset, policy: Any = as_jax, config: PoolConfig | None = None
 ) -> tuple[EnvSlice, dict[Any, Any]]:
     spec = make_spec(
-        EnvSpaces(envs[0].observation_space, envs[0].action_space, None),
+        EnvSpaces(envs[0].observation_space, envs[0].action_space, getattr(envs[0], "reward_space", None)),
         num_envs=FIRST + len(envs),
         autoreset=mode,
         final_obs=True,
@@ -150,10 +184,12 @@ def outcome(
     return (told,)
 
 
-def play(seed: int, mode: Autoreset, policy: Any, first_ready: bool) -> list[Any]:
+def play(
+    seed: int, mode: Autoreset, policy: Any, first_ready: bool, kind: type[Scripted] = Scripted
+) -> list[Any]:
     """Returns all that can be seen of a slice's life."""
     env_slice, arrays = make_slice(
-        [Scripted(100 * seed + i, 0.1) for i in range(NUM_ENVS)], mode=mode, policy=policy
+        [kind(100 * seed + i, 0.1) for i in range(NUM_ENVS)], mode=mode, policy=policy
     )
     random = np.random.default_rng(seed)
     seen: list[Any] = []
@@ -205,6 +241,47 @@ def test_what_is_kept_of_a_row_counts_once_all_of_it_is_there(monkeypatch):
             deadly.setitem(probe.committed_rows(env_slice), path, Deadly())
             env_slice.step(slots)
         assert arrays["kept_for",][slots] != arrays["requested",][slots]
+
+
+@pytest.mark.parametrize("kind", [Several, Matrices, Halves])
+@pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
+def test_vector_rewards_are_as_in_python(kind, policy, monkeypatch):
+    for seed in range(12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled = play(seed, Autoreset.SAME_STEP, policy, False, kind)
+        with monkeypatch.context() as without, warnings.catch_warnings(record=True) as expected_warnings:
+            without.setattr(_native, "ext", None)
+            warnings.simplefilter("always")
+            expected = play(seed, Autoreset.SAME_STEP, policy, False, kind)
+        assert len(compiled) == len(expected)
+        for number, (a, b) in enumerate(zip(compiled, expected, strict=True)):
+            assert a == b, f"seed {seed}, {number}"
+        for text in ("invalid value", "in cast"):
+            assert count_of(text, caught) == count_of(text, expected_warnings)
+
+
+def count_of(text: str, caught: list[warnings.WarningMessage]) -> int:
+    return sum(text in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(
+    "reward", [np.array([1.5, -1.0]), np.array([1.5, -1.0], np.float32), [1.5, -1], (1.5, np.float32(-1))]
+)
+def test_an_ordinary_step_with_two_rewards_is_not_pythons(monkeypatch, reward):
+    class Ordinary(Several):
+        def reward(self) -> Any:
+            return reward
+
+    env_slice, arrays = make_slice([Ordinary(0, 0.0)] * 2, mode=Autoreset.SAME_STEP)
+    slots = np.array([FIRST, FIRST + 1])
+    env_slice.reset(slots)
+    monkeypatch.setattr(EnvSlice, "_finish_step", None)
+    for _ in range(5):
+        env_slice.step(slots)
+    for slot in slots:
+        assert arrays["reward",][slot].tolist() == [1.5, -1]
+        assert arrays["info", "episode_return"][slot].tolist() == [7.5, -5]
 
 
 @pytest.mark.parametrize("kind", [float, np.float32])
