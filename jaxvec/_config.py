@@ -214,6 +214,7 @@ class Ray(OtherMachines):
 
 
 StartMethod: TypeAlias = Literal["auto", "forkserver", "spawn"]
+OutputMode: TypeAlias = Literal["inherit", "log", "file"]
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -320,6 +321,10 @@ class Workers:
             simulators that need one process each, if there are not enough cores or memory for all at once.
             The waiting time counts towards `Timeouts(step=..., reset=...)`. Needs Linux.
         recycle: Limits of memory and age at which a fresh process replaces a worker. Needs Linux.
+        output: Destination of the lines that workers print, to stdout and stderr, from Python or C:
+            `"inherit"` for the streams of your program, `"log"` for the logger `"jaxvec"` of Python's
+            `logging` (stdout at level `INFO`, stderr and warnings at `WARNING`), with the worker, the env and
+            the number of repetitions, or `"file"` for a file per worker below `jaxvec-output/`.
 
     Example:
         ```python
@@ -338,6 +343,7 @@ class Workers:
     python: str | os.PathLike[str] | None = None
     max_running: int | None = None
     recycle: Recycle | None = None
+    output: OutputMode = "inherit"
 
     def __post_init__(self) -> None:
         modules = (self.preload,) if isinstance(self.preload, str) else tuple(self.preload)
@@ -349,6 +355,7 @@ class Workers:
         if self.num is not None:
             check_count("Workers(num=...)", self.num, 1)
         _check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
+        _check_choice("Workers(output=...)", self.output, get_args(OutputMode))
         if self.init is not None and not callable(self.init):
             raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
         if self.python is not None:
@@ -697,7 +704,10 @@ class PoolConfig:
                 raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
             options = ("env", "init", "preload", "pin", "python", "max_running", "recycle")
             rejected = {f"Workers({name}=...)": getattr(self.workers, name) for name in options}
-            rejected["spare_envs"] = self.spare_envs
+            rejected |= {
+                "Workers(output=...)": self.workers.output != "inherit",
+                "spare_envs": self.spare_envs,
+            }
             _reject('needs worker processes; backend="serial" has none', rejected)
 
     @property

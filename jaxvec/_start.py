@@ -142,7 +142,11 @@ def _workers(recipe: WorkerRecipe, cluster: RayCluster | Remote | None, *, learn
             "debug=True opens pdb at the program's terminal, but this program is in the foreground of none; "
             'start it in a terminal, or use backend="serial", which also works in a notebook'
         )
-    launcher: Launcher = LocalLauncher(config) if cluster is None else cluster.launcher(recipe.slices, config)
+    launcher: Launcher
+    if cluster is None:
+        launcher = LocalLauncher(config, dict(enumerate(recipe.slices)))
+    else:
+        launcher = cluster.launcher(recipe.slices, config)
     return ProcessWorkers(recipe, launcher=launcher, dispatch=dispatch, budget=budget, learn_info=learn_info)
 
 

@@ -72,7 +72,7 @@ class WorkerHost:
     def __init__(self, workers: range, slices: Slices, config: PoolConfig) -> None:
         self._workers = workers
         self._slices = slices
-        self._launcher = LocalLauncher(config)
+        self._launcher = LocalLauncher(config, dict(zip(workers, slices, strict=True)))
         # Guards `_requests`, `_messages` and changes of the worker slots, which both threads make.
         self._lock = threading.Lock()
         self._worker_slots = {worker: _WorkerSlot(*dead_socket()) for worker in workers}

@@ -46,6 +46,8 @@ class Process(ABC):
     """A worker process, here or on another machine."""
 
     pid: Any = None  # of a process on this machine
+    # Returns the end of an error message about its death.
+    output_advice: Callable[[], str] = staticmethod(lambda: "Look at the worker's output on stderr.")
 
     @property
     def place(self) -> str:

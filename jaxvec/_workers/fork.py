@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers import foreign
-from jaxvec._workers.base import Launcher, Process, describe_exit
+from jaxvec._workers.base import Process, describe_exit
 from jaxvec._workers.forkserver import (
     ANSWER,
     FORK,
@@ -36,7 +36,8 @@ from jaxvec._workers.forkserver import (
     Started,
     process_identity,
 )
-from jaxvec._workers.spawn import environ, is_open, start
+from jaxvec._workers.output import Output
+from jaxvec._workers.spawn import environ, start
 
 # Prefixes of variables that an interpreter reads when it starts, or NumPy when it is imported. A fork can't
 # apply them later, so each set of values has its own server.
@@ -105,9 +106,10 @@ class _Server:
         self._patience = _ANSWER_TIMEOUT
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs:
+            module = "jaxvec._workers.forkserver"
+            with theirs, Output().streams(0) as streams:
                 self._process = start(
-                    "jaxvec._workers.forkserver", theirs.fileno(), os.getpid(), env=env, python=python
+                    module, theirs.fileno(), os.getpid(), env=env, python=python, streams=streams
                 )
             self.pid = self._process.pid
             with suppress(ConnectionError):  # it has ended; `fork` will raise
@@ -116,22 +118,15 @@ class _Server:
             self._requests.close()
             raise
 
-    def fork(self, control: int) -> None:
+    def fork(self, control: int, streams: Sequence[int]) -> None:
         """Requests a worker with this end of a control socket, where the server then answers."""
         if self._requests.fileno() < 0:  # another pool noticed its end, and closed it
             raise ConnectionError
-        opened: list[int] = []
-
-        def open_path(path: str, flags: int) -> int:
-            opened.append(os.open(path, flags | os.O_CLOEXEC))
-            return opened[-1]
-
+        folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
-            outputs = [each if is_open(each) else open_path(os.devnull, os.O_WRONLY) for each in (1, 2)]
-            socket.send_fds(self._requests, [FORK], [control, *outputs, open_path(".", os.O_PATH)])
+            socket.send_fds(self._requests, [FORK], [control, *streams, folder])
         finally:
-            for descriptor in opened:
-                os.close(descriptor)
+            os.close(folder)
 
     def reap(self, pid: int) -> int | None:
         """Reaps a worker that has ended. Returns its exit code, or `None` if the server has ended, too."""
@@ -172,7 +167,7 @@ _servers: dict[tuple[Any, ...], _Server] = {}
 _lock = threading.RLock()
 
 
-class Forker(Launcher):
+class Forker:
     """Starts workers on this machine as forks of a server. `Timeouts.start` includes the server's start."""
 
     def __init__(self, config: PoolConfig) -> None:
@@ -182,15 +177,15 @@ class Forker(Launcher):
         self._timeout = config.timeouts.start
         self._server: _Server | None = None
 
-    def launch(self, worker: int) -> tuple[ForkedWorker, Channel]:
+    def launch(self, streams: Sequence[int]) -> tuple[ForkedWorker, Channel]:
         env = environ(self._changes)
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
         try:
-            return self._launch(env, deadline)
+            return self._launch(env, deadline, streams)
         except (EOFError, ConnectionError):  # the server has ended, perhaps long ago: try a new one
             self._discard_server()
         try:
-            return self._launch(env, deadline)
+            return self._launch(env, deadline, streams)
         except (EOFError, ConnectionError) as error:
             ending = self._discard_server()
             raise ChildProcessError(f"the fork server {ending}; look at its output on stderr") from error
@@ -205,12 +200,14 @@ class Forker(Launcher):
             for key in idle[:-_MAX_IDLE]:
                 _servers.pop(key).close()
 
-    def _launch(self, env: dict[str, str], deadline: float | None) -> tuple[ForkedWorker, Channel]:
+    def _launch(
+        self, env: dict[str, str], deadline: float | None, streams: Sequence[int]
+    ) -> tuple[ForkedWorker, Channel]:
         ours, theirs = channel_pair()
         try:
             try:
                 server = self._acquire_server(env)
-                server.fork(theirs)
+                server.fork(theirs, streams)
             finally:
                 os.close(theirs)
             with suppress(EOFError):  # the server may have refused, and closed its end

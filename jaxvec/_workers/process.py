@@ -12,8 +12,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,9 @@ from jaxvec._workers import fork
 from jaxvec._workers.base import Check, Launcher, Process, WaitLimits, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
+from jaxvec._workers.output import Output, OutputFiles, OutputLog
 from jaxvec._workers.spawn import Spawner
-from jaxvec._workers.supervisor import Supervisor, check_all
+from jaxvec._workers.supervisor import Supervisor, check_all, name_worker
 from jaxvec._workers.worker import Attach, WorkerRecipe
 
 _SPIN_NS = 200_000  # how long an idle worker spins before it sleeps
@@ -60,14 +62,25 @@ def choose_start_method(name: str) -> str:
 class LocalLauncher(Launcher):
     """Starts workers on this machine, by fork or, where that is unsafe, as new interpreters."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, slices: Mapping[int, tuple[int, int]]) -> None:
         self._config = config
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config) if forks else Spawner(config)
+        self._output = Output()
+        if config.workers.output == "file":
+            self._output = OutputFiles()
+        elif config.workers.output == "log":
+            self._output = OutputLog({worker: name_worker(worker, slots) for worker, slots in slices.items()})
 
     def launch(self, worker: int) -> tuple[Process, Channel]:
+        with self._output.streams(worker) as streams:
+            process, channel = self._launch(streams)
+        process.output_advice = partial(self._output.advice, worker)
+        return process, channel
+
+    def _launch(self, streams: Sequence[int]) -> tuple[Process, Channel]:
         try:
-            return self._launcher.launch(worker)
+            return self._launcher.launch(streams)
         except ThreadsError as error:
             if self._config.workers.start_method != "auto" or self._config.workers.preload:
                 raise ThreadsError(
@@ -76,10 +89,12 @@ class LocalLauncher(Launcher):
                 ) from error
             _logger.info('using start_method="spawn": %s', error)
             self._launcher = Spawner(self._config)
-            return self._launcher.launch(worker)
+            return self._launcher.launch(streams)
 
     def close(self) -> None:
-        self._launcher.close()
+        if isinstance(self._launcher, Forker):
+            self._launcher.close()
+        self._output.close()
 
 
 _WATCH_INTERVAL = 15.0  # seconds between looks at the workers' memory, which take 0.2 ms per worker

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import gymnasium
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers import foreign, lifeline
-from jaxvec._workers.base import Launcher, Process, describe_exit
+from jaxvec._workers.base import Process, describe_exit
 
 # Workers share the machine's cores, so each gets one thread. They never use the accelerator.
 _WORKER_ENV: dict[str, str | None] = {
@@ -72,17 +72,17 @@ class SpawnedWorker(Process):
         return describe_exit(self.wait(timeout=1), self._process.returncode)
 
 
-class Spawner(Launcher):
+class Spawner:
     """Starts workers on this machine as new interpreters."""
 
     def __init__(self, config: PoolConfig) -> None:
         self._changes, self._python = config.workers.env, config.workers.python
 
-    def launch(self, worker: int) -> tuple[SpawnedWorker, Channel]:
+    def launch(self, streams: Sequence[int]) -> tuple[SpawnedWorker, Channel]:
         ours, theirs = channel_pair()
         try:
             env = environ(self._changes)
-            process = start("jaxvec._workers.worker", theirs, env=env, python=self._python)
+            process = start("jaxvec._workers.worker", theirs, env=env, python=self._python, streams=streams)
         except BaseException:
             ours.close()
             raise
@@ -99,11 +99,12 @@ def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def start(
-    module: str, descriptor: int, *arguments: int, env: Mapping[str, str], python: Any = None
+    module: str, descriptor: int, *arguments: int, env: Mapping[str, str], python: Any, streams: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     """Starts an interpreter, by default this one, that runs `module.main(lifeline, descriptor, *arguments)`.
 
-    It ends with this process, inherits `descriptor`, and leads its own process group.
+    It ends with this process, inherits `descriptor`, and leads its own process group. `streams` become its
+    stdout and stderr.
     """
     if not sys.executable and python is None:
         raise FileNotFoundError(
@@ -124,19 +125,10 @@ def start(
             env=env,
             pass_fds=given,
             stdin=subprocess.DEVNULL,
-            stdout=None if is_open(1) else subprocess.DEVNULL,
-            stderr=None if is_open(2) else subprocess.DEVNULL,
+            stdout=streams[0],
+            stderr=streams[1],
             process_group=0,  # a terminal sends Ctrl-C to the program's group only
         )
-
-
-def is_open(descriptor: int) -> bool:
-    """Returns whether the descriptor is open. Daemons close even the standard ones."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _above_standard(descriptor: int, stack: ExitStack) -> int:

@@ -136,7 +136,7 @@ class Diagnosis:
         self.arrays: Arrays | None = None  # of the segment, while the workers serve
 
     def name(self, worker: int) -> str:
-        return f"worker {worker} ({name_envs(range(*self._slices[worker]))})"
+        return name_worker(worker, self._slices[worker])
 
     def worker_of(self, slot: int) -> int:
         return next(w for w, (first, stop) in enumerate(self._slices) if first <= slot < stop)
@@ -158,14 +158,15 @@ class Diagnosis:
 
     def died_error(self, worker: int, request: str | None) -> WorkerDiedError:
         """Returns the error of a worker that has ended; `request` names its unanswered request, if any."""
-        exitcode, ending = self.processes[worker].ending()
+        process = self.processes[worker]
+        exitcode, ending = process.ending()
         env_ids = tuple(range(*self._slices[worker]))
         name, activity = self.name(worker), f"answering {request}" if request else "idle or starting"
         for slot, (doing, action) in self.running(env_ids).items():  # at most one
             activity = f"{doing} env {slot}" + (action and f" with action {action}")
             if len(env_ids) == 1:  # the activity names the worker's only env
                 name = f"worker {worker}"
-        text = f"{name} {ending} while {activity}. Look at the worker's output on stderr."
+        text = f"{name} {ending} while {activity}. {process.output_advice()}"
         return WorkerDiedError(text, worker=worker, env_ids=env_ids, exitcode=exitcode)
 
     def late_start_error(self, worker: int, timeout: float | None) -> EnvTimeoutError:
@@ -251,6 +252,10 @@ def describe_losses(settings: EnvSettings | None, slots: Collection[int]) -> str
     lost = settings.forget_calls({*slots} - {*saved})
     kept = f" ({name_envs(saved)} can continue from saved states)" if saved else ""
     return kept + (f" (changes that call or map made to {name_envs(lost)} are lost)" if lost else "")
+
+
+def name_worker(worker: int, slots: tuple[int, int]) -> str:
+    return f"worker {worker} ({name_envs(range(*slots))})"
 
 
 def name_envs(env_ids: Sequence[int]) -> str:

@@ -43,6 +43,7 @@ from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
 from jaxvec._workers import debugger, foreign, stacks
 from jaxvec._workers.base import Slices, worker_end
+from jaxvec._workers.output import tag_lines
 
 # --- Limit on running workers ----------------------------------------------------------------------------
 # `Workers(max_running=n)` lets n workers run their envs at a time. Bytes 0 to n - 1 of the segment's file are
@@ -309,6 +310,8 @@ def run_worker(channel: Channel) -> None:
         else:
             os.environ["PYTHONPATH"] = setup.python_path
         debug = debugger.WorkerDebugger(channel.send, terminal=setup.terminal, worker=setup.worker)
+        if config.workers.output == "log":
+            tag_lines(lambda: debug.env_id())
         if config.debug:
             failures.before_report = partial(debugger.post_mortem, debug=debug.post_mortem)
         with _reporting(channel):

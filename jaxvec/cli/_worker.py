@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import ssl
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         return _fail(error, 2)
     node = f"{platform.node()} (process {os.getpid()})"
+    logging.basicConfig(level=logging.INFO)
     try:
         serve_pool(address, key, node=node, max_envs=options.envs, wait=options.wait, context=context)
     except RejectedError as error:

@@ -263,6 +263,21 @@ class Pid(CountingEnv):
         return os.getpid()
 
 
+class PrintingEnv(CountingEnv):
+    def step(self, action):
+        print("hello")
+        return super().step(action)
+
+
+def test_output_of_envs_is_in_the_log_of_their_host(make_remote, hosts):
+    envs = make_remote(PrintingEnv, 2, workers=jaxvec.Workers(output="log"))
+    envs.reset(seed=0)
+    envs.step([0, 0])
+    envs.close()
+    logs = sorted(each.communicate(timeout=PATIENCE)[1] for each in hosts.processes)
+    assert ["worker 0 (env 0): hello" in logs[0], "worker 1 (env 1): hello" in logs[1]] == [True, True]
+
+
 def test_hosts_and_their_workers_end_with_the_pool(make_remote, hosts):
     envs = make_remote(Pid, 4)
     pids = envs.call("pid")
