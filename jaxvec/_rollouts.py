@@ -85,6 +85,7 @@ class PackedRollout:
     structure: bytes
     leaves: Leaves
     env_steps: int
+    pool_restarts: int  # during this rollout
     actor: int
     index: int
     version: int
@@ -140,14 +141,15 @@ class RolloutActor:
         try:
             if version != self._version:
                 self._params, self._version = jax.device_put(unpack(*weights)), version
-            before = self._envs.stats().total.steps
+            before = self._envs.stats().total
             key = jax.random.fold_in(self._key, index)
             self._handle, self._timestep, trajectory = self._rollout(
                 self._params, self._handle, self._timestep, key
             )
             structure, leaves = pack(trajectory)
-            steps = self._envs.stats().total.steps - before
-            return PackedRollout(structure, leaves, steps, self._number, index, version)
+            after = self._envs.stats().total
+            counts = after.steps - before.steps, after.restarts - before.restarts
+            return PackedRollout(structure, leaves, *counts, self._number, index, version)
         except Exception as error:
             try:
                 self._envs.raise_if_failed()
@@ -203,6 +205,10 @@ _logger = logging.getLogger("jaxvec")
 # Errors of envs and workers, and not of the rollout function.
 _FAULTS = EnvError, EnvTimeoutError, WorkerDiedError, PoolBrokenError
 
+# A rollout is reported as late after this time in seconds, and this multiple of the actor's longest one.
+_LATE_SECONDS = 60.0
+_LATE_FACTOR = 10
+
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
 _JOIN_TIMEOUT = 10.0  # seconds for the group's thread to end, with all actors
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
@@ -213,12 +219,11 @@ class GroupOptions(NamedTuple):
 
     ray: Any  # the module
     backend: Ray
-    num_actors: int
+    num_actors: tuple[int, int]  # least and most
     start_timeout: float | None
     rollout_timeout: float | None
     in_flight: int
     policy: Restart | None
-    min_actors: int
 
 
 @dataclass
@@ -237,6 +242,12 @@ class _Place:
     unread: int = 0  # finished rollouts that the learner has not taken
     index: int = 0  # of the next rollout
     version: int = -1  # of the weights in use
+    began: float = 0.0  # time of the start of the running rollout, of `time.monotonic()`
+    finished: float | None = None  # time of the end of the last one
+    longest_s: float = 0.0  # of the finished ones
+    rollouts: int = 0
+    faults: int = 0
+    pool_restarts: int = 0
 
 
 class ActorGroup:
@@ -248,15 +259,15 @@ class ActorGroup:
         self.weights = weights  # the newest: version and Ray reference; `Rollouts.push` replaces the tuple
         self.finished: queue.SimpleQueue[PackedRollout | None] = queue.SimpleQueue()  # `None` is the end
         self.error: BaseException | None = None  # set before the end is queued; `None` after `stop`
-        self.budget = Budget(options.policy, options.num_actors, who="actor")
+        self._budget = Budget(options.policy, options.num_actors[1], who="actor")
         self._options = options
         self._ray = options.ray
         self._placement = placement
         self._program = self._ray.put(program)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
-        self._places = [_Place(number) for number in range(options.num_actors)]
+        self._places = [_Place(number) for number in range(options.num_actors[1])]
         self._num_started = 0
-        self._all_started = threading.Event()  # also set at the end
+        self._enough_started = threading.Event()  # also set at the end
         address = self._ray.get_runtime_context().gcs_address
         self._head = nodes.HeadMonitor(address, lambda why: self._events.put(partial(self._fail, why)))
         self._thread = threading.Thread(target=self._run, name="jaxvec-rollouts", daemon=True)
@@ -265,8 +276,8 @@ class ActorGroup:
     # --- Calls of the learner, from any thread ------------------------------------------------------
 
     def wait_until_started(self) -> None:
-        """Waits until all actors have started; raises the error that prevents it."""
-        self._all_started.wait()
+        """Waits until the least number of actors has started; raises the error that prevents it."""
+        self._enough_started.wait()
         if self.error is not None:
             raise self.error
 
@@ -274,8 +285,15 @@ class ActorGroup:
         """Allows an actor another rollout, because the learner has taken one."""
         self._events.put(partial(self._release, self._places[actor]))
 
-    def versions(self) -> tuple[int, ...]:
-        return tuple(place.version for place in self._places)
+    def stats(self) -> tuple[ActorStats, ...]:
+        now = time.monotonic()
+
+        def of(place: _Place) -> ActorStats:
+            age_s = None if place.finished is None else now - place.finished
+            counts = place.rollouts, age_s, place.faults, place.pool_restarts
+            return ActorStats(place.node, *counts, place.version)
+
+        return tuple(map(of, self._places))
 
     def stop(self) -> None:
         self._events.put(None)
@@ -300,7 +318,7 @@ class ActorGroup:
             with suppress(Exception):
                 self._end()
             self.finished.put(None)
-            self._all_started.set()
+            self._enough_started.set()
 
     def _next_event(self) -> Callable[[], None] | None:
         while True:
@@ -335,12 +353,12 @@ class ActorGroup:
 
     def _on_started(self, place: _Place, failure: RemoteError | None) -> None:
         if failure is not None:
-            self._on_error(place, failure, "when it started")
+            self._on_error(place, failure, "start")
             return
         place.deadline = float("inf")
         self._num_started += 1
-        if self._num_started >= len(self._places):
-            self._all_started.set()
+        if self._num_started >= self._options.num_actors[0]:
+            self._enough_started.set()
         self._start_rollout(place)
 
     def _start_rollout(self, place: _Place) -> None:
@@ -348,23 +366,32 @@ class ActorGroup:
         if place.given_up or place.pending or place.unread >= self._options.in_flight:
             return
         place.version, weights = self.weights
-        place.deadline = _deadline(self._options.rollout_timeout)
+        place.began = time.monotonic()
+        late_s = max(_LATE_SECONDS, _LATE_FACTOR * place.longest_s)
+        place.deadline = min(_deadline(self._options.rollout_timeout), _deadline(late_s))
         self._call(place, "rollout", self._on_rollout, place.version, weights, place.index)
 
     def _on_rollout(self, place: _Place, result: PackedRollout | RemoteError) -> None:
         if isinstance(result, RemoteError):
-            self._on_error(place, result, f"in rollout {place.index}")
+            self._on_error(place, result, "rollout")
             return
-        place.deadline = float("inf")
+        place.deadline, place.finished = float("inf"), time.monotonic()
+        place.longest_s = max(place.longest_s, place.finished - place.began)
+        place.rollouts += 1
+        place.pool_restarts += result.pool_restarts
         self.finished.put(result)
         place.index += 1
         place.unread += 1
         self._start_rollout(place)
 
-    def _on_error(self, place: _Place, failure: RemoteError, when: str) -> None:
-        """Replaces an actor with a pool that its envs or workers have broken; raises any other error."""
-        error = _unpack_error(failure, place, when)
-        if not self._all_started.is_set() or not isinstance(error.__cause__, _FAULTS):
+    def _on_error(self, place: _Place, failure: RemoteError, method: str) -> None:
+        """Replaces an actor with a pool that can't start or is broken; raises any other error."""
+        error = _unpack_error(
+            failure, place, "when it started" if method == "start" else f"in rollout {place.index}"
+        )
+        # A later actor that can't start is a fault of its node, such as a missing package.
+        is_fault = method == "start" or isinstance(error.__cause__, _FAULTS)
+        if not self._enough_started.is_set() or not is_fault:
             raise error
         self._kill(place)
         self._restart(place, error, nodes.find_dead_nodes(self._ray))
@@ -375,7 +402,16 @@ class ActorGroup:
 
     def _time_out(self, place: _Place) -> None:
         if place.pending == "rollout":
-            limit = f"rollout_timeout, {self._options.rollout_timeout} s"
+            limit_s, now = self._options.rollout_timeout, time.monotonic()
+            if limit_s is None or now < place.began + limit_s:
+                _logger.warning(
+                    "actor %d on %s has not finished rollout %d after %.0f s; rollout_timeout=... replaces "
+                    "actors that hang",
+                    *(place.number, place.node, place.index, now - place.began),
+                )
+                place.deadline = float("inf") if limit_s is None else place.began + limit_s
+                return
+            limit = f"rollout_timeout, {limit_s} s"
             self._replace(place, f"did not finish rollout {place.index} within {limit}; raise the limit")
             return
         why = f"was not ready within Timeouts.start, {self._options.start_timeout} s"
@@ -395,7 +431,7 @@ class ActorGroup:
         if place.pending != "identify" or dead_nodes <= place.dead_nodes:
             where = f"actor {place.number} on {place.node}"
             error = ActorDiedError(f"{where} {why}", actor=place.number, node=place.node)
-            if not self._all_started.is_set():
+            if not self._enough_started.is_set():
                 raise error
             if loss := self._placement.loss():
                 error.args = (f"{error}\n{loss}",)
@@ -406,11 +442,12 @@ class ActorGroup:
 
     def _restart(self, place: _Place, error: RolloutError | ActorDiedError, dead_nodes: set[str]) -> None:
         """Counts a fault of an actor, and starts another one, or gives up its place if enough are left."""
+        place.faults += 1
         try:
-            self.budget.spend(place.number, error, ", and resets its envs")
+            self._budget.spend(place.number, error, ", and resets its envs")
         except (ActorDiedError, RolloutError):  # the error itself
             place.given_up = True
-            if self._options.policy is None or self._num_left() < self._options.min_actors:
+            if self._options.policy is None or self._num_left() < self._options.num_actors[0]:
                 raise
             place.actor, place.deadline, place.version = None, float("inf"), -1
             place.incarnation += 1  # late answers are of no interest
@@ -422,7 +459,7 @@ class ActorGroup:
         """Extends the time of a place without resources; returns False if too few other actors work."""
         waiting = sum(each.waits and each is not place for each in self._places) + 1
         working = self._num_left() - waiting
-        if not self._all_started.is_set() or working < self._options.min_actors:
+        if working < self._options.num_actors[0]:
             return False
         if not place.waits:
             place.waits = True
@@ -538,6 +575,27 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class ActorStats:
+    """Counters of one actor of a `Rollouts` object, and of its predecessors.
+
+    Attributes:
+        node: Node of the actor, as text.
+        rollouts: Number of finished rollouts.
+        age_s: Seconds since the last of them was finished; `None` before the first.
+        faults: Number of times that the actor was lost, or its pool was broken.
+        pool_restarts: Number of faults from which its pool recovered.
+        version: Version of the weights that it uses; -1 while it starts or after it was given up.
+    """
+
+    node: str
+    rollouts: int
+    age_s: float | None
+    faults: int
+    pool_restarts: int
+    version: int
+
+
+@dataclass(frozen=True)
 class RolloutStats:
     """Counters of a `Rollouts` object.
 
@@ -545,24 +603,22 @@ class RolloutStats:
         rollouts: Number of rollouts that `get` has returned.
         env_steps: Number of env steps in these rollouts.
         dropped: Number of rollouts that were dropped because of `max_lag`.
-        restarts: Number of replacements of each actor, `[num_actors]`.
         version: Version of the newest weights.
-        versions: Version of the weights that each actor uses, `[num_actors]`; -1 while the actor starts.
+        actors: `ActorStats` of each actor.
 
     Example:
         ```python
         with jaxvec.Rollouts(rollout, "CartPole-v1", 16, num_actors=4, params=params) as rollouts:
             rollouts.get()
-            print(rollouts.stats().env_steps)
+            print(rollouts.stats().env_steps, rollouts.stats().actors[0].faults)
         ```
     """
 
     rollouts: int
     env_steps: int
     dropped: int
-    restarts: tuple[int, ...]
     version: int
-    versions: tuple[int, ...]
+    actors: tuple[ActorStats, ...]
 
 
 class Rollouts:
@@ -586,7 +642,9 @@ class Rollouts:
             previous rollout, and a key; see above. Arguments and results are pytrees of arrays.
         env: Env id or constructor, as for `jaxvec.make`.
         num_envs: Number of envs of each actor.
-        num_actors: Number of actors.
+        num_actors: Least and most number of actors, as `(2, 16)`; `16` means `(1, 16)`. The call waits until
+            the least number has started. The others start as soon as the cluster has free resources for
+            them. `get` raises if fewer than the least number can work.
         params: First weights, version 0; a pytree of arrays.
         seed: Seed of the envs and keys.
         backend: `"ray"`, or a `jaxvec.Ray`. An actor holds `resources_per_worker` times
@@ -598,13 +656,13 @@ class Rollouts:
             limits how far actors run ahead of a slow learner.
         on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. `"restart"`, or a
             `jaxvec.Restart`, also replaces lost actors, and those with a pool that its envs or workers have
-            broken; its limits count separately for each actor. An exception of `rollout` always ends all.
-        min_actors: Number of actors without which `get` raises. While more work, an actor without free
-            resources in the cluster waits for them, and one that exceeds its limits of faults is given up.
+            broken; its limits count separately for each actor. One that exceeds them is given up, while
+            enough others are left. An exception of `rollout` always ends all.
         timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
             an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
-            `None` for no limit. Steps have their own limit in `timeouts`.
+            `None` for no limit, but the log reports a rollout that takes over a minute and ten times longer
+            than any before. Steps have their own limit in `timeouts`.
         **options: Other options of `jaxvec.make`, and arguments of the env.
 
     Raises:
@@ -640,7 +698,7 @@ class Rollouts:
         env: Any,
         num_envs: int,
         *,
-        num_actors: int,
+        num_actors: int | tuple[int, int],
         params: Any,
         seed: int = 0,
         backend: Literal["ray"] | Ray = "ray",
@@ -648,7 +706,6 @@ class Rollouts:
         max_lag: int | None = None,
         in_flight: int = 1,
         on_fault: OnFault | Restart = "raise",
-        min_actors: int = 1,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
         rollout_timeout: float | None = None,
         **options: Any,
@@ -658,11 +715,12 @@ class Rollouts:
         ray_options = Ray() if backend == "ray" else backend
         if not isinstance(ray_options, Ray):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f'backend must be "ray" or a jaxvec.Ray, not {backend!r}')
-        counts = {"num_envs": num_envs, "num_actors": num_actors, "in_flight": in_flight}
-        for name, count in {**counts, "min_actors": min_actors}.items():
+        least, most = num_actors if isinstance(num_actors, tuple) else (1, num_actors)
+        counts = {"num_envs": num_envs, "in_flight": in_flight}
+        for name, count in {"num_actors": most, "num_actors[0]": least, **counts}.items():
             check_count(name, count, 1)
-        if min_actors > num_actors:
-            raise ValueError(f"min_actors, {min_actors}, must be at most num_actors, {num_actors}")
+        if least > most:
+            raise ValueError(f"num_actors must be (least, most), not {num_actors}")
         check_count("seed", seed, 0)
         if max_lag is not None:
             check_count("max_lag", max_lag, 0)
@@ -688,10 +746,8 @@ class Rollouts:
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = self._dropped = 0
         limits = timeouts.start, rollout_timeout
-        group_options = GroupOptions(
-            self._ray, ray_options, num_actors, *limits, in_flight, policy, min_actors
-        )
-        placement = nodes.Placement(self._ray, ray_options, [workers] * num_actors, timeouts.start)
+        group_options = GroupOptions(self._ray, ray_options, (least, most), *limits, in_flight, policy)
+        placement = nodes.Placement(self._ray, ray_options, [workers] * most, timeouts.start)
         self._actors = ActorGroup(group_options, placement, pickled, (0, self._put(params)))
         # Not at exit: Ray itself ends the actors then.
         weakref.finalize(self, self._actors.stop).atexit = False
@@ -754,14 +810,8 @@ class Rollouts:
 
     def stats(self) -> RolloutStats:
         """Returns the counters so far."""
-        return RolloutStats(
-            self._rollouts,
-            self._env_steps,
-            self._dropped,
-            tuple(self._actors.budget.restarts),
-            self._version,
-            self._actors.versions(),
-        )
+        counts = self._rollouts, self._env_steps, self._dropped
+        return RolloutStats(*counts, self._version, self._actors.stats())
 
     def close(self) -> None:
         """Closes the envs and ends the actors, within about ten seconds. May be called more than once."""

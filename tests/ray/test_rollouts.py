@@ -77,6 +77,10 @@ def make_rollouts(cluster):
         rollouts.close()
 
 
+def faults(rollouts):
+    return [actor.faults for actor in rollouts.stats().actors]
+
+
 def get(rollouts):
     return rollouts.get(timeout=200)
 
@@ -110,7 +114,13 @@ def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
     stats = rollouts.stats()
     assert stats.rollouts == len(came)
     assert stats.env_steps == len(came) * 8 * NUM_ENVS
-    assert (stats.dropped, stats.restarts, stats.version) == (0, (0, 0), len(params) - 1)
+    assert (stats.dropped, stats.version) == (0, len(params) - 1)
+    for actor, each in enumerate(stats.actors):
+        taken = [done for done in came if done.actor == actor]
+        assert len(taken) <= each.rollouts <= len(taken) + 2  # so many may be in flight
+        assert (each.faults, each.pool_restarts, each.node[:5]) == (0, 0, "node ")
+        assert each.age_s >= 0
+        assert taken[-1].version <= each.version <= stats.version
 
     with pytest.raises(TypeError, match="can't contain JAX keys"):
         rollouts.push(jax.random.key(0))
@@ -235,7 +245,7 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
     ray.kill(place.actor)
     rollouts.push(np.int32(1))
     came = before + [get(rollouts) for _ in range(3)]
-    assert rollouts.stats().restarts == (1,)
+    assert faults(rollouts) == [1]
     assert [done.index for done in came] == [*range(6)]  # none is lost that was done
     assert came[-1].version == 1
     assert came[-1].trajectory["obs"][0, 1] < 5  # new envs have made fewer steps
@@ -279,7 +289,7 @@ def rollouts_of_two(make_rollouts, path, is_healthy):
 def test_an_actor_with_a_broken_pool_is_replaced(make_rollouts, tmp_path):
     # The envs of a replacement have other seeds.
     rollouts = rollouts_of_two(make_rollouts, tmp_path / "sick", lambda seed: seed > 1)
-    while rollouts.stats().restarts != (1, 0):
+    while faults(rollouts) != [1, 0]:
         get(rollouts)
     while get(rollouts).actor == 1:
         pass
@@ -290,7 +300,8 @@ def test_an_actor_beyond_its_limits_is_given_up(make_rollouts, tmp_path, caplog)
     while "The other actors continue: 1 are left" not in caplog.text:
         get(rollouts)
     assert "Actor 0 was not restarted: it was restarted 1 times, and max_restarts is 1" in caplog.text
-    assert rollouts.stats().restarts == (1, 0)
+    assert faults(rollouts) == [2, 0]
+    assert rollouts.stats().actors[0].version == -1
     while get(rollouts).actor == 0:  # one that was done before
         pass
     assert [get(rollouts).actor for _ in range(5)] == [1] * 5
@@ -302,6 +313,45 @@ def test_an_error_of_the_program_ends_all_with_restarts(make_rollouts):
 
     with pytest.raises(jaxvec.RolloutError, match="raised LookupError in rollout 0"):
         get(make_rollouts(failing, num_actors=2, on_fault=ONE))
+
+
+def test_actors_use_nodes_that_join_and_leave_those_lost(make_rollouts, cluster):
+    add = partial(cluster.add_node, num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
+    first = add()
+    rollouts = make_rollouts(
+        num_actors=(1, 2), on_fault=ONE, backend=jaxvec.Ray(resources_per_worker={"spot": 1})
+    )
+    alone = get(rollouts).actor
+    assert [get(rollouts).actor for _ in range(3)] == [alone] * 3
+    stats = rollouts.stats().actors
+    assert (stats[1 - alone].rollouts, stats[1 - alone].age_s, stats[1 - alone].version) == (0, None, -1)
+    assert first.node_id[:12] in stats[alone].node
+    second = add()
+    joined = get(rollouts)
+    while joined.actor == alone:
+        joined = get(rollouts)
+    assert joined.index == 0
+    cluster.remove_node(first, allow_graceful=False)
+    # Rollouts of the lost actor may have been finished before.
+    while faults(rollouts)[alone] == 0 or get(rollouts).actor == alone:
+        get(rollouts)
+    third = add()
+    while (moved := get(rollouts)).actor != alone:
+        pass
+    assert moved.trajectory["obs"][0, 1] == 1  # the first step of new envs
+    assert third.node_id[:12] in rollouts.stats().actors[alone].node
+    assert faults(rollouts)[1 - alone] == 0
+    rollouts.close()
+    for node in (second, third):
+        cluster.remove_node(node)
+
+
+def test_the_log_reports_a_rollout_that_is_late(make_rollouts, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(jaxvec._rollouts, "_LATE_SECONDS", 0.1)
+    rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1)
+    wait_until(lambda: "has not finished rollout 0 after" in caplog.text)
+    (tmp_path / "gate 0").touch()
+    assert get(rollouts).index == 0
 
 
 @pytest.mark.nightly  # an actor counts as late after a minute
@@ -320,7 +370,7 @@ def test_an_actor_of_a_lost_node_waits_for_another(make_rollouts, cluster, caplo
     while "the cluster has had no free resources for actor" not in caplog.text:
         get(rollouts)
     (left,) = {get(rollouts).actor for _ in range(6)}
-    assert sum(rollouts.stats().restarts) <= 1  # the loss itself; the wait costs nothing
+    assert sum(faults(rollouts)) <= 1  # the loss itself; the wait costs nothing
     spots.append(add())
     while get(rollouts).actor == left:
         pass
@@ -367,7 +417,7 @@ def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
     result = impala_ray.main(size.split())
     assert (result.env_steps, result.curve.shape) == (600, (3,))
     assert 8 < result.mean_return < 100
-    assert "actor restarts: 0;" in capsys.readouterr().out
+    assert "faults of actors: 0;" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -375,6 +425,8 @@ def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
     [
         ({"rollout": 3}, TypeError, "rollout must be a function"),
         ({"num_actors": 0}, ValueError, "num_actors must be an integer of at least 1, not 0"),
+        ({"num_actors": (3, 2)}, ValueError, r"num_actors must be \(least, most\), not"),
+        ({"num_actors": (0, 2)}, ValueError, r"num_actors\[0\] must be an integer of at least 1, not 0"),
         ({"max_lag": -1}, ValueError, "max_lag must be an integer of at least 0"),
         ({"backend": "process"}, ValueError, 'backend must be "ray" or a jaxvec.Ray'),
         ({"num_workers": 2}, TypeError, "no option 'num_workers': .*workers_per_actor"),
