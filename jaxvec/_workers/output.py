@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import queue
 import re
 import sys
 import tempfile
@@ -82,17 +83,15 @@ class OutputFiles(Output):
     def __init__(self) -> None:
         os.makedirs(FOLDER, exist_ok=True)
         prefix = time.strftime(f"%Y%m%d-%H%M%S-pid{os.getpid()}-")
-        self._path = os.path.join(
-            tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(FOLDER)), "worker-{}.log"
-        )
-        _logger.info("the output of workers goes to %s", self._path)
+        self._prefix = tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(FOLDER)) + "/worker-"
+        _logger.info("the output of workers goes to %s*.log", self._prefix)
 
     def advice(self, worker: int) -> str:
-        return f"Look at the worker's output in {self._path.format(worker)}."
+        return f"Look at the worker's output in {self._prefix}{worker}.log."
 
     @contextmanager
     def streams(self, worker: int) -> Generator[list[int]]:
-        with open(self._path.format(worker), "ab") as file:
+        with open(f"{self._prefix}{worker}.log", "ab") as file:
             yield [file.fileno()] * 2
 
 
@@ -103,33 +102,35 @@ class OutputLog(Output):
         self._names = names
         self._readers: dict[int, list[threading.Thread]] = defaultdict(list)
         self._last: dict[int, deque[str]] = {}
-        # Guards `_texts`: the latest worker and the number, by level and text.
-        self._lock = threading.RLock()  # reentrant, since the garbage collector may close a pool anywhere
+        # The latest worker and the number, by level and text. The lock guards them. It and the queues are
+        # reentrant, because the garbage collector may close a pool in any place.
         self._texts: dict[tuple[int, str], tuple[str, int]] = {}
-        self._arrived, self._closing = threading.Event(), threading.Event()
+        self._lock = threading.RLock()
+        self._wakes = queue.SimpleQueue[None]()
+        self._closed = queue.SimpleQueue[None]()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
 
     def advice(self, worker: int) -> str:
         _join(self._readers[worker])
-        return "Its last lines:" + "".join(f"\n  {line}" for line in self._last[worker] or ["(none)"])
+        return "Its last lines:" + "".join(f"\n  {line}" for line in [*self._last[worker]] or ["(none)"])
 
     @contextmanager
     def streams(self, worker: int) -> Generator[list[int]]:
         self._last[worker] = deque(maxlen=_MAX_LAST)
         reading, writing = os.pipe()
-        reader = threading.Thread(target=self._read, args=(worker, reading), daemon=True)
-        self._readers[worker] = [reader, *(each for each in self._readers[worker] if each.is_alive())]
         try:
+            reader = threading.Thread(target=self._read, args=(worker, reading), daemon=True)
             reader.start()
+            self._readers[worker] = [reader, *filter(threading.Thread.is_alive, self._readers[worker])]
             yield [writing] * 2
         finally:
             os.close(writing)
 
     def close(self) -> None:
         _join([reader for readers in self._readers.values() for reader in readers])
-        self._closing.set()
-        self._arrived.set()
+        self._closed.put(None)
+        self._wakes.put(None)
         _join([self._writer])
 
     def _read(self, worker: int, pipe: int) -> None:
@@ -145,23 +146,24 @@ class OutputLog(Output):
                     name += f", env {env_id}"
                 key = logging.INFO if stream == "stdout" else logging.WARNING, text
                 with self._lock:
+                    if not self._texts:
+                        self._wakes.put(None)
                     if key not in self._texts and len(self._texts) >= _MAX_TEXTS:
                         key = _TOO_MANY
                     self._texts[key] = name, self._texts.get(key, ("", 0))[1] + 1
-                self._arrived.set()
 
     def _write(self) -> None:
-        is_closing = False
-        while not is_closing:
-            self._arrived.wait()
-            self._arrived.clear()
-            is_closing = self._closing.is_set()
+        is_closed = False
+        while not is_closed:
+            self._wakes.get()
+            is_closed = not self._closed.empty()
             with self._lock:
                 texts, self._texts = self._texts, {}
             for (level, text), (name, count) in texts.items():
                 times = f" ({count} times)" if count > 1 else ""
                 _logger.log(level, "%s: %s%s", name, text, times)
-            self._closing.wait(_INTERVAL)
+            with suppress(queue.Empty):
+                self._closed.put(self._closed.get(timeout=_INTERVAL))
 
 
 def _is_open(descriptor: int) -> bool:
