@@ -113,18 +113,13 @@ class VectorEnv:
         return self._pool.closed
 
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep[NDArray[Any]]:
-        """Resets all envs, or those of `mask`; see `jaxvec.reset`.
+        """Resets all envs, or those of `mask`, with the arguments and errors of `jaxvec.reset`.
 
-        Without a mask it waits for pending envs, and discards their results. `seed` is an int (env *i* gets
-        `seed + i`) and `options` a dict for all envs, or each is a list with an entry per env.
+        `seed` may also be a list with an int or `None` per env, but not a JAX key.
 
         Returns:
             The time step, which later calls don't overwrite. Its arrays are NumPy arrays, or JAX arrays if
-            the pool was made with a `device`. With `batch_size`, it has the envs that are ready first, as
-            from `recv`.
-
-        Raises:
-            JaxvecError, ValueError, TypeError: The errors of `jaxvec.reset`.
+            the pool was made with a `device`.
 
         Example:
             ```python
@@ -142,18 +137,9 @@ class VectorEnv:
         return self.spec.build_timestep(rows)
 
     def step(self, action: Any, *, reset_options: Any = None) -> TimeStep[NDArray[Any]]:
-        """Steps every env once; see `jaxvec.step`.
+        """Steps every env once, with the arguments and errors of `jaxvec.step`.
 
-        Args:
-            action: Pytree of the action space with leaves `[num_envs, ...]`. A list with one dict per env may
-                replace a dict.
-            reset_options: Options for envs that reset themselves in this step, in the form of `action`.
-
-        Returns:
-            The time step, as in `reset`.
-
-        Raises:
-            JaxvecError: The errors of `jaxvec.step`.
+        A list with one dict per env may replace a dict of arrays.
 
         Example:
             ```python
@@ -169,15 +155,7 @@ class VectorEnv:
         return self.spec.build_timestep(rows)
 
     def send(self, action: Any, env_id: Any = None, *, reset_options: Any = None) -> None:
-        """Starts a step of some envs without waiting for it; see `jaxvec.send`. Any thread may call it.
-
-        Args:
-            action: Pytree of the action space with leaves `[k, ...]`.
-            env_id: Indices `[k]` of the envs; `None` for all.
-            reset_options: Options for the envs that reset themselves, as in `step`, with leaves `[k, ...]`.
-
-        Raises:
-            JaxvecError: The errors of `jaxvec.send`.
+        """Starts a step of some envs, with the arguments and errors of `jaxvec.send`. Any thread may call it.
 
         Example:
             ```python
@@ -211,7 +189,7 @@ class VectorEnv:
     def recv(
         self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
     ) -> TimeStep[NDArray[Any]]:
-        """Waits for `batch_size` of the pending envs; see `jaxvec.recv`. Any thread may call it.
+        """Waits for pending envs, like `jaxvec.recv`. Any thread may call it.
 
         Args:
             timeout: Seconds after which `NotReadyError` is raised, or `None`. The envs stay pending.
@@ -220,15 +198,9 @@ class VectorEnv:
             at_least: Number of envs to wait for in place of `batch_size`. Then all ready envs are returned,
                 in the order of `recv_order`. Batched envs are returned whole.
 
-        Returns:
-            The time step, with arrays `[batch_size, ...]`, or `[k, ...]` with `at_least`, where `k` varies.
-            `info["env_id"]` identifies the envs.
-
         Raises:
             ValueError: `at_least` is not from 1 to `num_envs`.
-            PendingEnvError: Fewer envs are pending.
-            NotReadyError: The envs did not finish within `timeout`.
-            JaxvecError: Any error of `step`.
+            JaxvecError: `NotReadyError`, or an error of `jaxvec.recv`.
 
         Example:
             ```python
@@ -263,9 +235,6 @@ class VectorEnv:
     def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep[NDArray[Any]]:
         """Restores all envs, or those of `indices`, to the states `[k]`; see `jaxvec.restore`.
 
-        Returns:
-            The time step, with arrays `[k, ...]`.
-
         Example:
             ```python
             with jaxvec.make("CartPole-v1", 2, states=10) as envs:
@@ -282,9 +251,6 @@ class VectorEnv:
 
     def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep[NDArray[Any]]]:
         """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.
-
-        Returns:
-            The states after the step, `[n]`, and the time step, with arrays `[n, ...]`.
 
         Example:
             ```python
@@ -372,7 +338,7 @@ class VectorEnv:
                 print(timestep.info["episode_length"])  # [0 0]
             ```
         """
-        return self._unpack_states(_to_bytes(data, "the array"), "the array")
+        return self._unpack_states(_to_bytes(data), "the array")
 
     def stats(self) -> Stats:
         """Returns counters and times of each worker, and their totals, unless the pool is closed.
@@ -423,8 +389,7 @@ class VectorEnv:
             One result per env, in the order of `indices`.
 
         Raises:
-            EnvAttributeError: An env has no such attribute. The pool stays usable.
-            EnvError: An env raised an exception. The pool stays usable.
+            EnvAttributeError, EnvError: An env has no such attribute, or raised. The pool stays usable.
             EnvIdError: An index is duplicated or out of range.
             NotPicklableError: An argument can't be sent to the workers. Nothing was called.
 
@@ -460,10 +425,8 @@ class VectorEnv:
         it. A batched env is passed once, as a `gymnasium.vector.VectorEnv`; a result with one entry per env
         is split.
 
-        Args:
-            fn: Function of an env.
-            *args: Further arguments of each call.
-            indices: Envs, as in `infos`. They also determine the order of the results.
+        Returns:
+            One result per env, in the order of `indices`.
 
         Raises:
             EnvError: The function raised; `env_id` is the index of the env. The pool stays usable.
@@ -483,11 +446,8 @@ class VectorEnv:
     def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
         """Returns an attribute of each env, in the order of `indices`. Raises the errors of `call`.
 
-        Args:
-            name: Name of the attribute.
-            indices: Envs, as in `infos`.
-            call: Whether to call a callable attribute and return its result, as Gymnasium's vector envs do.
-                Batched envs with their own `get_attr` ignore it.
+        As in Gymnasium's vector envs, a callable attribute is called, and its result returned, unless `call`
+        is `False`. Batched envs with their own `get_attr` ignore it.
 
         Example:
             ```python
@@ -512,9 +472,8 @@ class VectorEnv:
             indices: Envs, as in `infos`.
 
         Raises:
-            EnvAttributeError: The attribute can't be set.
             ValueError: The list does not have one value per env.
-            JaxvecError: Any error of `call`.
+            JaxvecError: `EnvAttributeError` if the attribute can't be set, or any error of `call`.
 
         Example:
             ```python
@@ -535,13 +494,9 @@ class VectorEnv:
     def render(self, *, indices: Any = None) -> Any:
         """Returns each env's frame: an array `[num_envs, H, W, 3]` if all have the same shape, else a tuple.
 
-        Args:
-            indices: Envs, as in `infos`; by default all. They also determine the order of the frames.
-
         Raises:
             ValueError: The envs were made without `render_mode`.
-            EnvIdError: An index is out of range.
-            EnvError: An env raised an exception. The pool stays usable.
+            JaxvecError: Any error of `call`.
 
         Example:
             ```python
@@ -567,25 +522,21 @@ class VectorEnv:
         It has one track per worker, with steps, resets, other requests, and waits for the program. It also
         has one track per thread of the program, with its calls of the pool, including those of compiled
         programs. Wait for programs before the block ends: `jax.block_until_ready`. An event costs about 1 µs.
-        For JAX's own events, run the block inside `jax.profiler.trace(log_dir)`.
+        For JAX's own events, run the block inside `jax.profiler.trace(log_dir)`. `with` yields the path.
 
         Args:
             path: Path of the file, which is written at the end of the block, even if the block raises. It has
                 Chrome's JSON format, with times in µs since the start of the block. `otherData` has the start
                 in ns, by the wall clock and the monotonic clock. A name that ends in `.gz` compresses the
                 file.
-            max_events: Number of events to keep for each worker, and for each transport of programs. The
-                latest events are kept; the file has the number of dropped ones.
-
-        Returns:
-            A context manager with the path as its value.
+            max_events: Number of the latest events to keep for each worker, and for each transport of
+                programs. The file has the number of dropped ones.
 
         Raises:
             FileNotFoundError, IsADirectoryError: The path can't be written to. The block was not run.
             RuntimeError: The pool is already being traced.
             ValueError: `max_events` is less than 1.
-            PoolBrokenError, PoolClosedError: The pool is broken or closed. The file then has the earlier
-                events.
+            JaxvecError: The pool is broken or closed. The file then has the earlier events.
 
         Example:
             ```python
@@ -689,7 +640,7 @@ class VectorEnv:
         return tuple(self._pool.env_calls.call(Move(verb, slots), name, each, kwargs, on_started=on_started))
 
 
-def _to_bytes(data: Any, name: str) -> bytes:
+def _to_bytes(data: Any) -> bytes:
     if isinstance(data, bytes | bytearray | memoryview):
         return bytes(data)
     try:
@@ -697,7 +648,7 @@ def _to_bytes(data: Any, name: str) -> bytes:
             return np.asarray(data).astype(np.uint8).tobytes()
     except (TypeError, ValueError, OverflowError) as error:
         raise StateFileError(
-            f"{name}: {type(data).__name__} can't be converted to bytes: {error}; pass an array of "
+            f"the array: {type(data).__name__} can't be converted to bytes: {error}; pass an array of "
             "pack_states"
         ) from error
 
