@@ -394,9 +394,11 @@ def run(config, seconds, mean, deaths):
             carry, start = (handle, timestep.info["env_id"]), 0
             try:
                 while time.monotonic() < end:
+                    states = None
                     if config.saves:
-                        handle, states = jaxvec.save(carry[0])
-                        carry, saved = (handle, carry[1]), model.copy()
+                        with suppress(jaxvec.EnvTimeoutError):  # the worker is replaced, and no state is kept
+                            handle, states = jaxvec.save(carry[0])
+                            carry, saved = (handle, carry[1]), model.copy()
                     carry, rows = program(carry, jnp.arange(start, start + LENGTH))
                     start += LENGTH
                     rows = jax.tree.map(np.asarray, rows)
@@ -404,7 +406,7 @@ def run(config, seconds, mean, deaths):
                         ids, actions, timestep = jax.tree.map(lambda leaf, index=index: leaf[index], rows)
                         sent[ids] = actions
                         check(tally, model, sent[timestep.info["env_id"]], timestep)
-                    if config.saves and random.random() < 0.7:
+                    if states is not None and random.random() < 0.7:
                         with suppress(jaxvec.StaleStateError):  # a worker was replaced
                             handle, timestep = jaxvec.restore(carry[0], states)
                             carry = handle, carry[1]
