@@ -315,7 +315,7 @@ struct Stepper {
   Py_ssize_t first;                   // slot of index 0
   long marked;                        // the state in which a step also clears the marks of its row
   npy_intp num_rewards;               // numbers in the reward of a step
-  std::unique_ptr<double[]> rewards;  // [num_rewards], of the step whose row is being written
+  std::unique_ptr<double[]> rewards;  // [num_rewards], of the step that is being written
 };
 
 PyTypeObject* stepper_type;

@@ -1,7 +1,8 @@
-"""The env classes of gxm and Jaxnasium over a Python env: `make("CartPole-v1", "gxm")`.
+"""The env classes of gxm, Jaxnasium and EvoRL over a Python env: `make("CartPole-v1", "gxm")`.
 
-They wrap an env of `compat.gymnax`: a state can be stepped once, and there is one pool per number of vmapped
-instances. rejax and memorax use `compat.gymnax` itself.
+Those of gxm and Jaxnasium wrap an env of `compat.gymnax`: a state can be stepped once, and there is one pool
+per number of vmapped instances. EvoRL's has a batch of envs and wraps a `VectorEnv`. rejax and memorax use
+`compat.gymnax` itself.
 """
 
 from __future__ import annotations
@@ -15,28 +16,36 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
+from jaxvec._spec import TimeStep
 from jaxvec._util import optional_imports
-from jaxvec.compat import gymnax
-from jaxvec.compat._base import select
+from jaxvec._vector_env import VectorEnv
+from jaxvec.callbacks import _functions, _make
+from jaxvec.callbacks._call import Handle
+from jaxvec.compat import _spaces, gymnax
+from jaxvec.compat._base import pop_final_obs, select
 
 __all__ = ["make"]
 
 
-def make(env: Any, library: Literal["gxm", "jaxnasium"], **kwargs: Any) -> Any:
-    """Starts a pool of one env and returns an `Environment` of a library.
+def make(
+    env: Any, library: Literal["gxm", "jaxnasium", "evorl"], num_envs: int | None = None, **kwargs: Any
+) -> Any:
+    """Starts a pool and returns an env of a library.
 
     Args:
         env: A Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
         library: Name of the library.
-        **kwargs: Arguments of `jaxvec.make`, except those that set the number of envs.
+        num_envs: Number of envs, for EvoRL only. The envs of the other libraries are single, to be vmapped.
+        **kwargs: Other arguments of `jaxvec.make`. Only EvoRL's env takes `autoreset_mode`.
 
     Returns:
         The env, which resets itself. Its attribute `env` is the `jaxvec.compat.gymnax.Environment`, which has
-        `pools` and `close`. Wrappers that choose between a step and a reset, such as gxm's `TimeLimit`, can't
-        be used: wrap the Python env instead.
+        `pools` and `close`, or for EvoRL the `VectorEnv`. Wrappers that choose between a step and a reset,
+        such as gxm's `TimeLimit`, can't be used: wrap the Python env instead.
 
     Raises:
         ImportError: The library, or gymnax for its spaces, is not installed.
+        ValueError: The library is unknown, or `num_envs` is missing or not EvoRL's.
         JaxvecError: See `jaxvec.make`.
 
     Example:
@@ -53,6 +62,10 @@ def make(env: Any, library: Literal["gxm", "jaxnasium"], **kwargs: Any) -> Any:
         raise ValueError(f"library must be one of {[*_CLASSES]}, not {library!r}")
     with optional_imports("jaxvec.compat.bridges", library):
         env_class = _CLASSES[library]()
+    if (library == "evorl") != (num_envs is not None):
+        raise ValueError("num_envs: pass the number of envs for EvoRL, and only for EvoRL")
+    if num_envs is not None:
+        return env_class(_make.make(env, num_envs, **kwargs))
     return env_class(gymnax.make(env, num_returns=6, final_obs=True, **kwargs)[0])
 
 
@@ -113,4 +126,49 @@ def _jaxnasium_class() -> Any:
     return Env
 
 
-_CLASSES = {"gxm": _gxm_class, "jaxnasium": _jaxnasium_class}
+@cache
+def _evorl_class() -> Any:
+    importlib.import_module("evorl")  # an error names it, and not a module of it
+    evorl: Any = importlib.import_module("evorl.envs")
+    to_space: Any = importlib.import_module("evorl.envs.gymnax").gymnax_space_to_evorl_space
+    info_class: Any = importlib.import_module("evorl.types").PyTreeDict
+
+    class Env(evorl.Env):
+        """A batch of envs, with the infos that EvoRL's wrappers for training would add."""
+
+        def __init__(self, envs: VectorEnv) -> None:
+            self.env, self.num_envs = envs, envs.num_envs
+            single = envs.single_action_space, envs.single_observation_space
+            self._spaces = [
+                to_space(_spaces.to_gymnax_space(space, name))
+                for space, name in zip(single, ("action", "obs"), strict=True)
+            ]
+
+        action_space = property(lambda self: self._spaces[0])
+        obs_space = property(lambda self: self._spaces[1])
+
+        def reset(self, key: jax.Array) -> Any:
+            return self._state(*_functions.reset(self.env, seed=key), jnp.zeros(self.num_envs))
+
+        def step(self, state: Any, action: Any) -> Any:
+            return self._state(*_functions.step(state.env_state, action), state.done)
+
+        def _state(self, handle: Handle, timestep: TimeStep[Any], autoreset: jax.Array) -> Any:
+            obs, reward, terminated, truncated, _ = timestep
+            info, last_obs = pop_final_obs(timestep, jnp)
+            fields = info_class(
+                steps=info["episode_length"],
+                termination=terminated.astype(np.float32),
+                truncation=(truncated & ~terminated).astype(np.float32),
+                autoreset=autoreset,  # whether the last step ended an episode
+                episode_return=info["episode_return"].astype(np.float32),
+                ori_obs=obs if last_obs is None else last_obs,
+            )
+            done = (terminated | truncated).astype(np.float32)
+            reward = reward.astype(np.float32)
+            return evorl.EnvState(env_state=handle, obs=obs, reward=reward, done=done, info=fields)
+
+    return Env
+
+
+_CLASSES = {"gxm": _gxm_class, "jaxnasium": _jaxnasium_class, "evorl": _evorl_class}

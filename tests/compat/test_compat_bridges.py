@@ -138,11 +138,11 @@ def test_spaces_are_the_librarys(make, library):
         _ = make(partial(WithActions, spaces.Discrete(3, start=1))).action_space
 
 
-@pytest.mark.parametrize("name", ["gxm", "jaxnasium"])
+@pytest.mark.parametrize("name", ["gxm", "jaxnasium", "evorl"])
 def test_without_the_library_the_error_says_what_to_install(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(bridges, "_CLASSES", {name: bridges._CLASSES[name].__wrapped__})
-    with pytest.raises(ImportError, match=f'compat.bridges needs {name}: pip install "{name}>='):
+    with pytest.raises(ImportError, match=f'compat.bridges needs {name}: pip install "{name}(-jax)?>='):
         bridges.make("CartPole-v1", name)
     with pytest.raises(ValueError, match="library must be one of"):
         bridges.make("CartPole-v1", "brax")
@@ -163,6 +163,109 @@ def test_gxms_reset_starts_new_episodes(make, library):
     )
     state, timestep = jax.vmap(env.step)(keys, state, jnp.array([4, 5]))
     assert timestep.next_obs[:, 3].tolist() == timestep.action.tolist() == [4, 5]
+
+
+# --- EvoRL -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_evorl():
+    pytest.importorskip("evorl")
+    made = []
+
+    def make(env, **kwargs):
+        made.append(bridges.make(env, "evorl", num_workers=1, **kwargs))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.env.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that EvoRL imports
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_evorls_rollouts_are_those_of_gymnasium(make_evorl, mode):
+    env = make_evorl(
+        "CartPole-v1", num_envs=NUM_ENVS, max_episode_steps=12, autoreset_mode=mode, final_obs=True
+    )
+    theirs = gymnasium.vector.SyncVectorEnv(
+        [partial(gymnasium.make, "CartPole-v1", max_episode_steps=12)] * NUM_ENVS, autoreset_mode=mode
+    )
+    state = jax.jit(env.reset)(jax.random.PRNGKey(3))
+    expected, _ = theirs.reset(seed=list(env.env.get_attr("np_random_seed")))
+    np.testing.assert_array_equal(state.obs, expected)
+    actions = np.random.default_rng(0).integers(2, size=(60, NUM_ENVS))
+    actions[:, 0] = 1  # the first env's pole falls before the time limit
+
+    def step(state, action):
+        state = env.step(state, action)
+        return state, (state.obs, state.reward, state.done, state.info)
+
+    _, (obs, reward, done, info) = jax.jit(partial(jax.lax.scan, step))(state, actions)
+    before, returns, lengths = np.zeros(NUM_ENVS), np.zeros(NUM_ENVS), np.zeros(NUM_ENVS)
+    for i, action in enumerate(actions):
+        expected, rewards, terminated, truncated, last = theirs.step(action)
+        waits = before.astype(bool) & (mode is AutoresetMode.NEXT_STEP)
+        returns, lengths = np.where(before, 0, returns) + rewards, np.where(before, 0, lengths) + ~waits
+        np.testing.assert_array_equal(obs[i], expected)
+        np.testing.assert_array_equal(reward[i], rewards)
+        np.testing.assert_array_equal(done[i], terminated | truncated)
+        np.testing.assert_array_equal(info.termination[i], terminated)
+        np.testing.assert_array_equal(info.truncation[i], truncated & ~terminated)
+        np.testing.assert_array_equal(info.autoreset[i], before)
+        np.testing.assert_array_equal(info.episode_return[i], returns)
+        np.testing.assert_array_equal(info.steps[i], lengths)
+        for row in range(NUM_ENVS):
+            final = (
+                last["final_obs"][row] if "final_obs" in last and last["_final_obs"][row] else expected[row]
+            )
+            np.testing.assert_array_equal(info.ori_obs[i][row], final)
+        before = terminated | truncated
+    assert info.truncation.any()
+    assert info.termination.any()
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that EvoRL imports
+def test_evorls_ppo_trains_and_evaluates(make_evorl):
+    optax = pytest.importorskip("optax")
+    config = pytest.importorskip("omegaconf").OmegaConf.create(
+        {
+            "num_envs": 4,
+            "rollout_length": 16,
+            "minibatch_size": 32,
+            "reuse_rollout_epochs": 1,
+            "gae_lambda": 0.95,
+            "gae_horizon": 16,
+            "discount": 0.99,
+            "eval_episodes": 6,
+            "seed": 0,
+            "loss_weights": {"actor_loss": 1.0, "critic_loss": 0.5, "actor_entropy": -0.01},
+            "checkpoint": {"enable": False},
+        }
+    )
+    from evorl.algorithms import ppo
+    from evorl.evaluators import Evaluator
+
+    train = make_evorl("CartPole-v1", num_envs=4, autoreset_mode="NEXT_STEP")
+    test = make_evorl("CartPole-v1", num_envs=6, autoreset_mode="EPISODIC", max_episode_steps=60)
+    agent = ppo.make_mlp_ppo_agent(train.action_space)
+    evaluator = Evaluator(env=test, action_fn=agent.evaluate_actions, max_episode_steps=60)
+    workflow = ppo.PPOWorkflow(train, agent, optax.adam(1e-3), evaluator, config)
+    state = workflow.setup(jax.random.PRNGKey(0))
+    for _ in range(2):
+        metrics, state = jax.jit(workflow.step)(state)
+        assert np.isfinite(metrics.loss)
+    assert train.env.stats().total.steps > 100  # 128, less the resets
+    evaluation, _ = jax.jit(workflow.evaluate)(state)
+    lengths = test.env.stats().total.steps
+    assert 6 * evaluation.episode_lengths == pytest.approx(lengths)
+    assert evaluation.episode_returns == evaluation.episode_lengths
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that EvoRL imports
+def test_a_number_of_envs_is_evorls(make_evorl):
+    with pytest.raises(ValueError, match="num_envs: pass the number of envs for EvoRL"):
+        make_evorl("CartPole-v1")
 
 
 # --- evaluate ----------------------------------------------------------------------------------------------
