@@ -17,15 +17,20 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Coroutine, Iterable
 from functools import partial
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
 
 
-async def serve_env(reader, writer, env_id="CartPole-v1", latency=0.0):
+async def serve_env(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, latency: float, env_id: str = "CartPole-v1"
+) -> None:
     """Serves one env to one connection: a line of JSON per request, and one per reply."""
     env = gymnasium.make(env_id)
     try:
@@ -46,7 +51,7 @@ async def serve_env(reader, writer, env_id="CartPole-v1", latency=0.0):
         writer.close()
 
 
-async def serve(port, latency):
+async def serve(port: int, latency: float) -> None:
     """Runs a server, and prints its port when it is ready."""
     server = await asyncio.start_server(partial(serve_env, latency=latency), "127.0.0.1", port, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -54,14 +59,15 @@ async def serve(port, latency):
         await server.serve_forever()
 
 
-def start_server(port=0, latency=0.05):
+def start_server(port: int = 0, latency: float = 0.05) -> tuple[subprocess.Popen[str], int]:
     """Starts a server process. Returns the process and its port."""
     command = [sys.executable, __file__, "--serve", "--port", str(port), "--latency", str(latency)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     return process, int(process.stdout.readline())
 
 
-class ServerEnvs(VectorEnv):
+class ServerEnvs(VectorEnv[Any, Any, Any]):
     """A batch of envs behind a server, which move at the same time.
 
     Args:
@@ -73,7 +79,7 @@ class ServerEnvs(VectorEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012  # as in Gymnasium
 
-    def __init__(self, port, num_envs, deadline=10.0, restart=60.0):
+    def __init__(self, port: int, num_envs: int, deadline: float = 10.0, restart: float = 60.0) -> None:
         with gymnasium.make("CartPole-v1") as env:
             self.single_observation_space = env.observation_space
             self.single_action_space = env.action_space
@@ -81,42 +87,42 @@ class ServerEnvs(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._port, self._deadline, self._restart = port, deadline, restart
-        self._connections = [None] * num_envs
-        self._obs = np.zeros(self.observation_space.shape, self.observation_space.dtype)
+        self._connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None] = [None] * num_envs
+        self._obs: NDArray[Any] = np.zeros(self.observation_space.shape or (), np.float32)
         self._over = np.zeros(num_envs, bool)
         self._loop = asyncio.new_event_loop()
 
-    def reset(self, *, seed=None, options=None):
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is None or isinstance(seed, int):
             seed = [None if seed is None else seed + index for index in range(self.num_envs)]
         self._run(self._reset_env(index, seed[index]) for index in range(self.num_envs))
         self._over[:] = False
         return self._obs.copy(), self._info(np.zeros(self.num_envs, bool))
 
-    def step(self, actions):
+    def step(self, actions: Any) -> Any:
         results = self._run(self._step_env(index, action) for index, action in enumerate(actions.tolist()))
         reward, terminated, truncated, lost = map(np.array, zip(*results, strict=True))
         self._over = terminated | truncated
         return self._obs.copy(), reward, terminated, truncated, self._info(lost)
 
-    def close_extras(self, **kwargs):
+    def close_extras(self, **kwargs: Any) -> None:
         for index in range(self.num_envs):
             self._disconnect(index)
         self._loop.run_until_complete(asyncio.sleep(0))  # closes the sockets
         self._loop.close()
 
-    def _run(self, coroutines):
-        async def gather():
+    def _run(self, coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        async def gather() -> list[Any]:
             async with asyncio.TaskGroup() as group:  # an error cancels the other requests
                 tasks = [group.create_task(coroutine) for coroutine in coroutines]
             return [task.result() for task in tasks]
 
         return self._loop.run_until_complete(gather())
 
-    def _info(self, lost):
+    def _info(self, lost: NDArray[Any]) -> dict[str, Any]:
         return {"lost": lost, "_lost": np.ones(self.num_envs, bool)}
 
-    async def _step_env(self, index, action):
+    async def _step_env(self, index: int, action: Any) -> tuple[float, bool, bool, bool]:
         if self._over[index]:
             await self._reset_env(index, None)
             return 0.0, False, False, False
@@ -127,7 +133,7 @@ class ServerEnvs(VectorEnv):
         self._obs[index], reward, terminated, truncated = reply
         return reward, terminated, truncated, False
 
-    async def _reset_env(self, index, seed):
+    async def _reset_env(self, index: int, seed: int | None) -> None:
         give_up = time.monotonic() + self._restart
         while True:
             try:
@@ -138,12 +144,14 @@ class ServerEnvs(VectorEnv):
                     raise ConnectionError(f"env {index} was not reset within {self._restart} s") from error
                 await asyncio.sleep(0.1)
 
-    async def _request(self, index, request):
+    async def _request(self, index: int, request: dict[str, Any]) -> Any:
         try:
             async with asyncio.timeout(self._deadline):
-                if self._connections[index] is None:
-                    self._connections[index] = await asyncio.open_connection("127.0.0.1", self._port)
-                reader, writer = self._connections[index]
+                if (connection := self._connections[index]) is None:
+                    connection = self._connections[index] = await asyncio.open_connection(
+                        "127.0.0.1", self._port
+                    )
+                reader, writer = connection
                 writer.write(json.dumps(request).encode() + b"\n")
                 line = await reader.readline()
                 if not line.endswith(b"\n"):
@@ -153,15 +161,15 @@ class ServerEnvs(VectorEnv):
             self._disconnect(index)
             raise
 
-    def _disconnect(self, index):
-        if self._connections[index] is not None:
-            self._connections[index][1].transport.abort()
+    def _disconnect(self, index: int) -> None:
+        if (connection := self._connections[index]) is not None:
+            connection[1].transport.abort()
             self._connections[index] = None
 
 
-def main():
+def main() -> None:
     """Runs the program."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--num-envs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--latency", type=float, default=0.05)
@@ -184,8 +192,8 @@ def main():
     with jaxvec.make(make_envs, count, envs_per_instance=count, num_workers=1) as envs:
 
         @jax.jit
-        def rollout(handle, key):
-            def body(handle, key):
+        def rollout(handle: jaxvec.Handle, key: jax.Array) -> Any:
+            def body(handle: jaxvec.Handle, key: jax.Array) -> Any:
                 handle, timestep = jaxvec.step(handle, jax.random.randint(key, (count,), 0, 2))
                 return handle, (timestep.truncated.sum(), timestep.terminated.sum())
 

@@ -107,7 +107,7 @@ class EnvSlice(Slice):
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
         # The compiled loop writes rewards of these types only, and does not check spaces.
-        writes = rows["reward",].dtype in (np.float32, np.float64)
+        writes = rows["reward",].dtype.char in "fd"
         compiled = _native.ext if writes and not config.strict else None
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)

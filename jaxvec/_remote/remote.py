@@ -87,8 +87,8 @@ class Remote(OtherMachines):
         self._hosts = hosts
         self._listener = Listener(*parse_address(listen), check_key(key), ssl_context)
         host, port = self._listener.address
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.close = weakref.finalize(self, self._listener.close)
+        self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.close: Callable[[], object] = weakref.finalize(self, self._listener.close)
         _logger.info("waiting for worker hosts at %s", self.address)
 
     def __enter__(self) -> Remote:

@@ -248,7 +248,7 @@ def test_evorls_ppo_trains_and_evaluates(make_evorl):
 
     train = make_evorl("CartPole-v1", num_envs=4, autoreset_mode="NEXT_STEP")
     test = make_evorl("CartPole-v1", num_envs=6, autoreset_mode="EPISODIC", max_episode_steps=60)
-    agent = ppo.make_mlp_ppo_agent(train.action_space, (8,), (8,))
+    agent = ppo.make_mlp_ppo_agent(train.action_space)
     evaluator = Evaluator(env=test, action_fn=agent.evaluate_actions, max_episode_steps=60)
     workflow = ppo.PPOWorkflow(train, agent, optax.adam(1e-3), evaluator, config)
     state = workflow.setup(jax.random.PRNGKey(0))
