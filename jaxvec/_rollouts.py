@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -47,7 +47,7 @@ from jaxvec._remote.wire import versions
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.worker import pickle_given
-from jaxvec.callbacks._functions import reset
+from jaxvec.callbacks._functions import reset, restore, save
 from jaxvec.callbacks._make import make
 
 # --- In an actor: a local pool, and the user's rollout function, compiled for it -------------------------
@@ -74,6 +74,7 @@ class Program(NamedTuple):
     num_envs: int
     seed: int
     options: Mapping[str, Any]  # of `make`
+    save_states: bool
     jaxvec: str  # the learner's version
     jax: Mapping[str, Any]  # the learner's values of `_JAX_OPTIONS`
 
@@ -89,6 +90,7 @@ class PackedRollout:
     actor: int
     index: int
     version: int
+    snapshot: bytes | None
 
 
 class RemoteError(NamedTuple):
@@ -109,8 +111,13 @@ class RolloutActor:
         ray: Any = importlib.import_module("ray")
         return f"node {ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:12]})"
 
-    def start(self, pickled: bytes, number: int, incarnation: int) -> RemoteError | None:
-        """Makes and resets the pool of a pickled `Program`. `incarnation` counts replacements, from 0."""
+    def start(
+        self, pickled: bytes, number: int, incarnation: int, index: int, snapshot: bytes | None
+    ) -> RemoteError | None:
+        """Makes the pool of a pickled `Program`, and resets it or restores it from a snapshot.
+
+        `incarnation` counts replacements, from 0; `index` is that of the next rollout.
+        """
         try:
             program: Program = cloudpickle.loads(pickled)
             version = versions()["jaxvec"]
@@ -125,9 +132,15 @@ class RolloutActor:
             self._envs = make(program.env, program.num_envs, **program.options)
             self._number = number
             seed = program.seed + number * program.num_envs
-            if incarnation:  # the predecessor's seeds would repeat its episodes
-                seed = derive_seeds(seed, incarnation)
+            if incarnation or index:  # the predecessor's seeds would repeat its episodes
+                seed = derive_seeds(seed, incarnation, index)
             self._handle, self._timestep = reset(self._envs, seed=seed)
+            self._saves = program.save_states
+            if snapshot is not None:
+                states, carry = pickle.loads(snapshot)
+                self._handle, _ = restore(self._handle, self._envs.unpack_states(states))
+                self._timestep = jax.device_put(unpack(*carry))
+            self._snapshot()  # fails now, rather than after a rollout, if envs have no states
             self._key = jax.random.fold_in(jax.random.key(program.seed), number)
             self._params: Any = None
             self._version = -1
@@ -147,15 +160,24 @@ class RolloutActor:
                 self._params, self._handle, self._timestep, key
             )
             structure, leaves = pack(trajectory)
+            snapshot = self._snapshot()
             after = self._envs.stats().total
             counts = after.steps - before.steps, after.restarts - before.restarts
-            return PackedRollout(structure, leaves, *counts, self._number, index, version)
+            return PackedRollout(structure, leaves, *counts, self._number, index, version, snapshot)
         except Exception as error:
             try:
                 self._envs.raise_if_failed()
             except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
                 return _pack_error(typed)
             return _pack_error(error)
+
+    def _snapshot(self) -> bytes | None:
+        """Returns the states of the envs and the argument of the next rollout, if they are to be saved."""
+        if not self._saves or self._envs is None:
+            return None
+        self._handle, state = save(self._handle)
+        # Ray copies bytes; an array would keep the whole rollout in its object store.
+        return dumps((self._envs.pack_states(state).tobytes(), pack(self._timestep)))
 
     def close(self) -> None:
         if self._envs is not None:
@@ -168,7 +190,8 @@ def pack(tree: Any) -> tuple[bytes, Leaves]:
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                "params and trajectories can't contain JAX keys; send jax.random.key_data(key), and call "
+                "params and trajectories can't contain JAX keys, nor, with save_states, the second result of "
+                "the rollout; send jax.random.key_data(key), and call "
                 "jax.random.wrap_key_data at the other end"
             )
     return _dump(structure), jax.device_get(leaves)
@@ -224,6 +247,14 @@ class GroupOptions(NamedTuple):
     rollout_timeout: float | None
     in_flight: int
     policy: Restart | None
+    resume: Sequence[Progress]
+
+
+class Progress(NamedTuple):
+    """The next rollout of an actor, and the snapshot that it starts with, if there is one."""
+
+    next_index: int
+    snapshot: bytes | None
 
 
 @dataclass
@@ -241,6 +272,7 @@ class _Place:
     given_up: bool = False  # its limits of faults are exceeded
     unread: int = 0  # finished rollouts that the learner has not taken
     index: int = 0  # of the next rollout
+    snapshot: bytes | None = None  # after the last rollout, until it is used
     version: int = -1  # of the weights in use
     began: float = 0.0  # time of the start of the running rollout, of `time.monotonic()`
     finished: float | None = None  # time of the end of the last one
@@ -266,6 +298,8 @@ class ActorGroup:
         self._program = self._ray.put(program)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
         self._places = [_Place(number) for number in range(options.num_actors[1])]
+        for place, progress in zip(self._places, options.resume, strict=False):
+            place.index, place.snapshot = progress
         self._num_started = 0
         self._enough_started = threading.Event()  # also set at the end
         address = self._ray.get_runtime_context().gcs_address
@@ -349,7 +383,10 @@ class ActorGroup:
     def _on_identified(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
         place.deadline = _deadline(self._options.start_timeout)
-        self._call(place, "start", self._on_started, self._program, place.number, place.incarnation)
+        # A snapshot is used once: if the envs fail again from there, they are reset.
+        snapshot, place.snapshot = place.snapshot, None
+        numbers = place.number, place.incarnation, place.index
+        self._call(place, "start", self._on_started, self._program, *numbers, snapshot)
 
     def _on_started(self, place: _Place, failure: RemoteError | None) -> None:
         if failure is not None:
@@ -380,6 +417,7 @@ class ActorGroup:
         place.rollouts += 1
         place.pool_restarts += result.pool_restarts
         self.finished.put(result)
+        place.snapshot = result.snapshot
         place.index += 1
         place.unread += 1
         self._start_rollout(place)
@@ -632,7 +670,7 @@ class Rollouts:
     Rollout `index` of actor `i` gets the key
     `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), i), index)`, and env `j` of that actor gets
     the seed `seed + i * num_envs + j`. An actor that replaces a lost one continues the numbering of its
-    rollouts, and resets its envs with other seeds.
+    rollouts, and resets its envs with other seeds, or restores them (`save_states`).
 
     Actors compute on the CPU, unless `backend` gives them GPUs. They receive the function and `env` by
     cloudpickle. They adopt those JAX options of the learner that affect results, such as x64.
@@ -658,6 +696,10 @@ class Rollouts:
             `jaxvec.Restart`, also replaces lost actors, and those with a pool that its envs or workers have
             broken; its limits count separately for each actor. One that exceeds them is given up, while
             enough others are left. An exception of `rollout` always ends all.
+        save_states: Whether actors save the states of their envs with each rollout. A replacement of an actor
+            then continues from its last rollout, and so does `resume`, bit for bit.
+        resume: Result of `checkpoint`. Actors continue with the next rollouts, and `params` have the version
+            that was the newest. Load only what you trust: it contains pickles.
         timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
             an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
@@ -706,6 +748,8 @@ class Rollouts:
         max_lag: int | None = None,
         in_flight: int = 1,
         on_fault: OnFault | Restart = "raise",
+        save_states: bool = False,
+        resume: bytes | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
         rollout_timeout: float | None = None,
         **options: Any,
@@ -732,23 +776,32 @@ class Rollouts:
         policy = parse_restart(on_fault)
         workers = ray_options.workers_per_actor
         options |= {"num_workers": workers, "on_fault": on_fault, "timeouts": timeouts}
+        if save_states:
+            options.setdefault("states", num_envs)
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
         jax_options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
-        program = Program(rollout, env, num_envs, seed, options, versions()["jaxvec"], jax_options)
+        program = Program(
+            rollout, env, num_envs, seed, options, save_states, versions()["jaxvec"], jax_options
+        )
         pickled = pickle_given(program, _refuse)
         cluster.connect(ray_options, timeouts.start)
         self._ray: Any = importlib.import_module("ray")
         nodes.check_place(self._ray, ray_options.of_actor())
         self._max_lag = max_lag
         self._device = device
-        self._version = 0
+        self._version, self._progress = 0, [Progress(0, None)] * most
+        self._origin = {"seed": seed, "num_envs": num_envs}
+        if resume is not None:
+            self._load(resume)
         self._closed = False
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = self._dropped = 0
         limits = timeouts.start, rollout_timeout
-        group_options = GroupOptions(self._ray, ray_options, (least, most), *limits, in_flight, policy)
+        group_options = GroupOptions(
+            self._ray, ray_options, (least, most), *limits, in_flight, policy, tuple(self._progress)
+        )
         placement = nodes.Placement(self._ray, ray_options, [workers] * most, timeouts.start)
-        self._actors = ActorGroup(group_options, placement, pickled, (0, self._put(params)))
+        self._actors = ActorGroup(group_options, placement, pickled, (self._version, self._put(params)))
         # Not at exit: Ray itself ends the actors then.
         weakref.finalize(self, self._actors.stop).atexit = False
         try:
@@ -785,6 +838,7 @@ class Rollouts:
                     raise self._broken
                 continue
             self._actors.release(done.actor)
+            self._progress[done.actor] = Progress(done.index + 1, done.snapshot)
             lag = self._version - done.version
             if self._max_lag is None or lag <= self._max_lag:
                 break
@@ -807,6 +861,14 @@ class Rollouts:
         weights = self._put(params)
         self._version += 1
         self._actors.weights = self._version, weights
+
+    def checkpoint(self) -> bytes:
+        """Returns the progress of the actors up to the last `get`, for `Rollouts(resume=...)`.
+
+        It has the version of the weights, and for each actor the index of its next rollout. With
+        `save_states`, it also has the states of its envs. Save it together with the weights.
+        """
+        return dumps({**self._origin, "version": self._version, "actors": list(map(tuple, self._progress))})
 
     def stats(self) -> RolloutStats:
         """Returns the counters so far."""
@@ -833,6 +895,16 @@ class Rollouts:
 
     def _put(self, params: Any) -> Any:
         return self._ray.put(pack(params))
+
+    def _load(self, resume: bytes) -> None:
+        """Adopts the version and the progress of a checkpoint."""
+        found = pickle.loads(resume)
+        for name, value in self._origin.items():
+            if found[name] != value:
+                raise ValueError(f"resume: the checkpoint has {name}={found[name]}, not {value}")
+        self._version = found["version"]
+        actors = [Progress(*each) for each in found["actors"]]
+        self._progress[: len(actors)] = actors[: len(self._progress)]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -29,6 +29,7 @@ pytestmark = test_ray.pytestmark
 
 NUM_ENVS = 3
 PARAMS = np.zeros((4, 2), np.float32)
+ONE = jaxvec.Restart(max_restarts=1, rate=None)
 
 
 class Steps(NamedTuple):
@@ -85,18 +86,8 @@ def get(rollouts):
     return rollouts.get(timeout=200)
 
 
-def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
-    seed, params = 5, [PARAMS]
-    rollouts = make_rollouts(
-        rollout, "CartPole-v1", num_envs=NUM_ENVS, num_actors=2, params=PARAMS, seed=seed, in_flight=2
-    )
-    came = [get(rollouts)]
-    while len(came) < 12 or {done.actor for done in came} != {0, 1}:
-        params.append(params[-1] + np.arange(8, dtype=np.float32).reshape(4, 2) / 10)
-        rollouts.push(params[-1])
-        came.append(get(rollouts))
-        assert came[-1].lag == len(params) - 1 - came[-1].version
-
+def check_uninterrupted(make, came, params, seed):
+    """Checks all rollouts of two actors against one uninterrupted run of a local pool for each."""
     program = jax.jit(rollout)
     for actor in range(2):
         ours = [done for done in came if done.actor == actor]
@@ -110,6 +101,83 @@ def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
             assert_equal(done.trajectory, steps)
             assert isinstance(done.trajectory, Steps)
             assert isinstance(done.trajectory.obs, jax.Array)
+
+
+def learn(rollouts, came, params, enough):
+    """Takes rollouts and pushes new weights until `enough`."""
+    while not enough():
+        params.append(params[-1] + np.arange(8, dtype=np.float32).reshape(4, 2) / 10)
+        rollouts.push(params[-1])
+        came.append(get(rollouts))
+
+
+def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make):
+    seed, params, came = 5, [PARAMS], []
+    options = {"rollout": rollout, "env": "CartPole-v1", "num_envs": NUM_ENVS, "num_actors": 2, "seed": seed}
+    options |= {"save_states": True, "on_fault": ONE}
+    rollouts = make_rollouts(params=PARAMS, **options)
+
+    def last(actor):
+        return sum(done.actor == actor for done in came)
+
+    learn(rollouts, came, params, lambda: last(0) and last(1))
+    ray.kill(rollouts._actors._places[0].actor)
+    learn(rollouts, came, params, lambda: faults(rollouts) == [1, 0])
+    before = last(0)
+    learn(rollouts, came, params, lambda: last(0) > before + 2)  # at most one was done before
+
+    checkpoint, kept, num_versions = rollouts.checkpoint(), list(came), len(params)
+    for _ in range(3):  # the learner loses these
+        get(rollouts)
+    for place in rollouts._actors._places:
+        ray.kill(place.actor)
+    rollouts.close()
+
+    came, params = kept, params[:num_versions]
+    rollouts = make_rollouts(params=params[-1], resume=checkpoint, **options)
+    assert rollouts.stats().version == num_versions - 1
+    before = last(0), last(1)
+    learn(rollouts, came, params, lambda: last(0) > before[0] + 2 and last(1) > before[1] + 2)
+    assert came[-1].version > num_versions - 1
+    check_uninterrupted(make, came, params, seed)
+    rollouts.close()
+    with pytest.raises(ValueError, match="resume: the checkpoint has seed=5, not 6"):
+        make_rollouts(params=PARAMS, **options | {"seed": 6, "resume": checkpoint})
+
+
+def test_resumed_rollouts_without_states_reset_their_envs(make_rollouts):
+    rollouts = make_rollouts(in_flight=2)
+    assert [get(rollouts).index for _ in range(3)] == [0, 1, 2]
+    checkpoint = rollouts.checkpoint()
+    rollouts.close()
+    done = get(make_rollouts(resume=checkpoint))
+    assert (done.index, done.trajectory["obs"][0, 1]) == (3, 1)
+
+
+def test_states_that_can_not_be_saved_are_an_error_at_the_start(make_rollouts):
+    class Unsaved(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(jaxvec.RolloutError, match="when it started") as caught:
+        make_rollouts(env=Unsaved, save_states=True)
+    assert isinstance(caught.value.__cause__, jaxvec.EnvStateError)
+
+
+def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
+    seed, params = 5, [PARAMS]
+    rollouts = make_rollouts(
+        rollout, "CartPole-v1", num_envs=NUM_ENVS, num_actors=2, params=PARAMS, seed=seed, in_flight=2
+    )
+    came = [get(rollouts)]
+    while len(came) < 12 or {done.actor for done in came} != {0, 1}:
+        params.append(params[-1] + np.arange(8, dtype=np.float32).reshape(4, 2) / 10)
+        rollouts.push(params[-1])
+        came.append(get(rollouts))
+        assert came[-1].lag == len(params) - 1 - came[-1].version
+
+    check_uninterrupted(make, came, params, seed)
     assert max(done.version for done in came) > 0
     stats = rollouts.stats()
     assert stats.rollouts == len(came)
@@ -254,9 +322,6 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
     with pytest.raises(jaxvec.ActorDiedError, match=r"Actor 0 was not restarted: .* max_restarts is 1"):
         while True:
             get(rollouts)
-
-
-ONE = jaxvec.Restart(max_restarts=1, rate=None)
 
 
 class Sick(CountingEnv):
