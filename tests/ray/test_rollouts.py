@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
 from typing import Any, NamedTuple
 
+import data_parallel
 import impala_ray
 import jax
 import jax.numpy as jnp
@@ -86,13 +90,13 @@ def get(rollouts):
     return rollouts.get(timeout=200)
 
 
-def check_uninterrupted(make, came, params, seed):
+def check_uninterrupted(make, came, params, seed, **options):
     """Checks all rollouts of two actors against one uninterrupted run of a local pool for each."""
     program = jax.jit(rollout)
     for actor in range(2):
         ours = [done for done in came if done.actor == actor]
         assert [done.index for done in ours] == [*range(len(ours))]
-        envs = make("CartPole-v1", NUM_ENVS, num_workers=1)
+        envs = make("CartPole-v1", NUM_ENVS, num_workers=1, **options)
         handle, timestep = jaxvec.reset(envs, seed=seed + actor * NUM_ENVS)
         key = jax.random.fold_in(jax.random.key(seed), actor)
         for done in ours:
@@ -139,7 +143,7 @@ def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make):
     before = last(0), last(1)
     learn(rollouts, came, params, lambda: last(0) > before[0] + 2 and last(1) > before[1] + 2)
     assert came[-1].version > num_versions - 1
-    check_uninterrupted(make, came, params, seed)
+    check_uninterrupted(make, came, params, seed, on_fault=ONE)
     rollouts.close()
     with pytest.raises(ValueError, match="resume: the checkpoint has seed=5, not 6"):
         make_rollouts(params=PARAMS, **options | {"seed": 6, "resume": checkpoint})
@@ -158,7 +162,7 @@ def test_states_that_can_not_be_saved_are_an_error_at_the_start(make_rollouts):
     class Unsaved(CountingEnv):
         def __init__(self):
             super().__init__()
-            self.lock = threading.Lock()
+            self.numbers = (number for number in range(9))
 
     with pytest.raises(jaxvec.RolloutError, match="when it started") as caught:
         make_rollouts(env=Unsaved, save_states=True)
@@ -256,6 +260,48 @@ def test_rollouts_return_in_order_of_completion_and_drop_stale_ones(make_rollout
     del rollouts
     gc.collect()
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
+
+
+def test_rollouts_of_one_call_have_the_same_weights(make_rollouts):
+    class Fragile(CountingEnv):
+        def step(self, action):
+            obs, *rest = super().step(action)
+            if obs[1] == 8:
+                raise OSError("no simulator")
+            return obs, *rest
+
+    rollouts = make_rollouts(env=Fragile, num_envs=1, rollouts_per_call=3)
+    came = [get(rollouts)]
+    rollouts.push(np.int32(1))  # the next call starts when all rollouts of this one are taken
+    came += [get(rollouts) for _ in range(6)]
+    assert [done.index for done in came] == [*range(7)]
+    assert [done.version for done in came] == [0, 0, 0, 1, 1, 1, 1]
+    assert [int(done.trajectory["params"]) for done in came] == [0, 0, 0, 1, 1, 1, 1]
+    assert [int(done.trajectory["obs"][0, 1]) for done in came] == [*range(1, 8)]
+    with pytest.raises(jaxvec.RolloutError, match="raised EnvError in rollout 7: env 0"):
+        get(rollouts)
+
+
+@jax.jit
+def update_slowly(params):
+    zeros = jax.lax.fori_loop(0, 300, lambda _, x: jnp.sin(x @ x), jnp.zeros((400, 400)))
+    return params + 1 + zeros.sum().astype(int)
+
+
+def test_push_does_not_wait_for_an_update(make_rollouts):
+    params = jnp.int32(0)
+    rollouts = make_rollouts(params=params)
+    get(rollouts)
+    jax.block_until_ready(update_slowly(params))  # compiles
+    params = update_slowly(params)
+    rollouts.push(params)
+    assert not params.is_ready()
+    params.block_until_ready()
+    params.delete()  # as donation does; actors get a copy
+    done = get(rollouts)
+    while done.version == 0:
+        done = get(rollouts)
+    assert (done.version, done.trajectory["params"]) == (1, 1)
 
 
 def test_rollout_exception_is_raised_and_breaks_the_rollouts(make_rollouts):
@@ -474,6 +520,61 @@ def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, clu
 def _shut_down(folder):
     wait_until(lambda: (folder / "began 0").exists())
     ray.shutdown()
+
+
+LEARNER = """
+import os, sys, traceback
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def __init__(self, process):
+        super().__init__()
+        self.process = process
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        if self.process == 1 and obs[1] == 3:
+            raise OSError("no simulator")
+        return obs, *rest
+
+def count(params, handle, timestep, key):
+    handle, timestep = jaxvec.step(handle, jnp.zeros(handle.num_envs, int))
+    return handle, timestep, timestep.obs
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+process = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[1], 2, process, heartbeat_timeout_seconds=10)
+try:
+    options = {"num_actors": 1, "params": np.int32(0), "timeouts": jaxvec.Timeouts(start=200)}
+    with jaxvec.Rollouts(count, Env, 1, process=process, **options) as rollouts:
+        while True:
+            obs = multihost_utils.process_allgather(rollouts.get(timeout=200).trajectory)
+            print("steps", *obs[:, 0, 1], flush=True)
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)
+"""
+
+
+def test_an_actor_error_in_one_learner_of_two_ends_both(cluster):
+    address, pipes = data_parallel.free_address(), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = {**os.environ, "RAY_ADDRESS": cluster.address}
+    commands = [[sys.executable, "-c", LEARNER, address, str(process)] for process in range(2)]
+    learners = [subprocess.Popen(command, text=True, env=env, **pipes) for command in commands]
+    try:
+        said = [learner.communicate(timeout=200) for learner in learners]
+    finally:
+        for learner in learners:
+            learner.kill()
+    assert all(learner.returncode for learner in learners)
+    assert "RolloutError: actor 0 on node" in said[1][1], said
+    for out, _ in said:
+        assert [line for line in out.splitlines() if line.startswith("steps")] == ["steps 1 1", "steps 2 2"]
 
 
 def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
