@@ -99,9 +99,8 @@ def run(config: Config, kill_one: Callable[[], None]) -> Result:
                 kill_one()
         stats = actors.stats()
     seconds = time.perf_counter() - start
-    print(
-        f"faults of actors: {sum(actor.faults for actor in stats.actors)}; rollouts dropped because of --max-lag: {stats.dropped}"
-    )
+    faults = sum(actor.faults for actor in stats.actors)
+    print(f"faults of actors: {faults}; rollouts dropped because of --max-lag: {stats.dropped}")
     num_episodes = int(jnp.isfinite(learner.returns.last).sum())
     env_steps = (len(curve) - 1) * config.steps_per_update
     return Result(curve[-1], num_episodes, env_steps, seconds, np.array(curve[1:], np.float32))

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import derive_seeds
@@ -47,7 +48,7 @@ from jaxvec._remote.wire import versions
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.worker import pickle_given
-from jaxvec.callbacks._functions import reset
+from jaxvec.callbacks._functions import reset, restore, save
 from jaxvec.callbacks._make import make
 
 # --- In an actor: a local pool, and the user's rollout function, compiled for it -------------------------
@@ -74,6 +75,7 @@ class Program(NamedTuple):
     num_envs: int
     seed: int
     options: Mapping[str, Any]  # of `make`
+    save_states: bool
     jaxvec: str  # the learner's version
     jax: Mapping[str, Any]  # the learner's values of `_JAX_OPTIONS`
 
@@ -89,6 +91,7 @@ class PackedRollout:
     actor: int
     index: int
     version: int
+    snapshot: bytes | None
 
 
 class RemoteError(NamedTuple):
@@ -109,8 +112,13 @@ class RolloutActor:
         ray: Any = importlib.import_module("ray")
         return f"node {ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:12]})"
 
-    def start(self, pickled: bytes, number: int, incarnation: int) -> RemoteError | None:
-        """Makes and resets the pool of a pickled `Program`. `incarnation` counts replacements, from 0."""
+    def start(
+        self, pickled: bytes, number: int, incarnation: int, index: int, snapshot: bytes | None
+    ) -> RemoteError | None:
+        """Makes the pool of a pickled `Program`, and resets it or restores it from a snapshot.
+
+        `incarnation` counts replacements, from 0; `index` is that of the next rollout.
+        """
         try:
             program: Program = cloudpickle.loads(pickled)
             version = versions()["jaxvec"]
@@ -121,13 +129,19 @@ class RolloutActor:
                 )
             for name, value in program.jax.items():
                 jax.config.update(name, value)
-            self._rollout = jax.jit(program.rollout)
+            self._program = jax.jit(program.rollout)
             self._envs = make(program.env, program.num_envs, **program.options)
             self._number = number
             seed = program.seed + number * program.num_envs
-            if incarnation:  # the predecessor's seeds would repeat its episodes
-                seed = derive_seeds(seed, incarnation)
+            if incarnation or index:  # the predecessor's seeds would repeat its episodes
+                seed = derive_seeds(seed, incarnation, index)
             self._handle, self._timestep = reset(self._envs, seed=seed)
+            self._saves = program.save_states
+            if snapshot is not None:
+                states, carry = pickle.loads(snapshot)
+                self._handle, _ = restore(self._handle, self._envs.unpack_states(states))
+                self._timestep = jax.device_put(unpack(*carry))
+            self._snapshot()  # fails now, rather than after a rollout, if envs have no states
             self._key = jax.random.fold_in(jax.random.key(program.seed), number)
             self._params: Any = None
             self._version = -1
@@ -135,27 +149,46 @@ class RolloutActor:
             return _pack_error(error)
         return None
 
-    def rollout(self, version: int, weights: tuple[bytes, Leaves], index: int) -> PackedRollout | RemoteError:
-        """Runs a rollout. `weights` are only unpacked if their version is new."""
+    def run(
+        self, version: int, weights: tuple[bytes, Leaves], index: int, count: int
+    ) -> list[PackedRollout | RemoteError]:
+        """Runs `count` rollouts, or fewer if one fails. `weights` are only unpacked if they are new."""
+        results: list[PackedRollout | RemoteError] = []
+        while len(results) < count and not (results and isinstance(results[-1], RemoteError)):
+            results.append(self._rollout(version, weights, index + len(results)))
+        return results
+
+    def _rollout(
+        self, version: int, weights: tuple[bytes, Leaves], index: int
+    ) -> PackedRollout | RemoteError:
         assert self._envs is not None
         try:
             if version != self._version:
                 self._params, self._version = jax.device_put(unpack(*weights)), version
             before = self._envs.stats().total
             key = jax.random.fold_in(self._key, index)
-            self._handle, self._timestep, trajectory = self._rollout(
+            self._handle, self._timestep, trajectory = self._program(
                 self._params, self._handle, self._timestep, key
             )
             structure, leaves = pack(trajectory)
+            snapshot = self._snapshot()
             after = self._envs.stats().total
             counts = after.steps - before.steps, after.restarts - before.restarts
-            return PackedRollout(structure, leaves, *counts, self._number, index, version)
+            return PackedRollout(structure, leaves, *counts, self._number, index, version, snapshot)
         except Exception as error:
             try:
                 self._envs.raise_if_failed()
             except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
                 return _pack_error(typed)
             return _pack_error(error)
+
+    def _snapshot(self) -> bytes | None:
+        """Returns the states of the envs and the argument of the next rollout, if they are to be saved."""
+        if not self._saves or self._envs is None:
+            return None
+        self._handle, state = save(self._handle)
+        # Ray copies bytes; an array would keep the whole rollout in its object store.
+        return dumps((self._envs.pack_states(state).tobytes(), pack(self._timestep)))
 
     def close(self) -> None:
         if self._envs is not None:
@@ -164,14 +197,32 @@ class RolloutActor:
 
 def pack(tree: Any) -> tuple[bytes, Leaves]:
     """Waits for a pytree of arrays; returns its pickled structure and its leaves."""
+    check_keys(tree)
     leaves, structure = jax.tree.flatten(tree)
-    for leaf in leaves:
+    return _dump(structure), jax.device_get(leaves)
+
+
+def check_keys(tree: Any) -> None:
+    """Raises `TypeError` if a pytree contains JAX keys, which NumPy can't hold."""
+    for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                "params and trajectories can't contain JAX keys; send jax.random.key_data(key), and call "
+                "params and trajectories can't contain JAX keys, nor, with save_states, the second result of "
+                "the rollout; send jax.random.key_data(key), and call "
                 "jax.random.wrap_key_data at the other end"
             )
-    return _dump(structure), jax.device_get(leaves)
+
+
+def copy_leaf(leaf: Any) -> Any:
+    """Returns a copy, which JAX may make later, but which stays valid if the original is donated."""
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf)
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _is_computed(tree: Any) -> bool:
+    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return all(array.is_ready() for array in arrays)
 
 
 def unpack(structure: bytes, leaves: Leaves) -> Any:
@@ -223,7 +274,16 @@ class GroupOptions(NamedTuple):
     start_timeout: float | None
     rollout_timeout: float | None
     in_flight: int
+    rollouts_per_call: int
     policy: Restart | None
+    resume: Sequence[Progress]
+
+
+class Progress(NamedTuple):
+    """The next rollout of an actor, and the snapshot that it starts with, if there is one."""
+
+    next_index: int
+    snapshot: bytes | None
 
 
 @dataclass
@@ -241,6 +301,7 @@ class _Place:
     given_up: bool = False  # its limits of faults are exceeded
     unread: int = 0  # finished rollouts that the learner has not taken
     index: int = 0  # of the next rollout
+    snapshot: bytes | None = None  # after the last rollout, until it is used
     version: int = -1  # of the weights in use
     began: float = 0.0  # time of the start of the running rollout, of `time.monotonic()`
     finished: float | None = None  # time of the end of the last one
@@ -256,7 +317,7 @@ class ActorGroup:
     def __init__(
         self, options: GroupOptions, placement: nodes.Placement, program: bytes, weights: tuple[int, Any]
     ) -> None:
-        self.weights = weights  # the newest: version and Ray reference; `Rollouts.push` replaces the tuple
+        self.newest = weights  # version and pytree; `Rollouts.push` replaces the tuple
         self.finished: queue.SimpleQueue[PackedRollout | None] = queue.SimpleQueue()  # `None` is the end
         self.error: BaseException | None = None  # set before the end is queued; `None` after `stop`
         self._budget = Budget(options.policy, options.num_actors[1], who="actor")
@@ -264,8 +325,11 @@ class ActorGroup:
         self._ray = options.ray
         self._placement = placement
         self._program = self._ray.put(program)
+        self._published: tuple[int, Any] = weights[0], self._ray.put(pack(weights[1]))  # Ray's reference
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
         self._places = [_Place(number) for number in range(options.num_actors[1])]
+        for place, progress in zip(self._places, options.resume, strict=False):
+            place.index, place.snapshot = progress
         self._num_started = 0
         self._enough_started = threading.Event()  # also set at the end
         address = self._ray.get_runtime_context().gcs_address
@@ -349,11 +413,14 @@ class ActorGroup:
     def _on_identified(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
         place.deadline = _deadline(self._options.start_timeout)
-        self._call(place, "start", self._on_started, self._program, place.number, place.incarnation)
+        # A snapshot is used once: if the envs fail again from there, they are reset.
+        snapshot, place.snapshot = place.snapshot, None
+        numbers = place.number, place.incarnation, place.index
+        self._call(place, "start", self._on_started, self._program, *numbers, snapshot)
 
     def _on_started(self, place: _Place, failure: RemoteError | None) -> None:
         if failure is not None:
-            self._on_error(place, failure, "start")
+            self._on_error(place, failure, "when it started")
             return
         place.deadline = float("inf")
         self._num_started += 1
@@ -363,34 +430,43 @@ class ActorGroup:
 
     def _start_rollout(self, place: _Place) -> None:
         """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
-        if place.given_up or place.pending or place.unread >= self._options.in_flight:
+        count = self._options.rollouts_per_call
+        if place.given_up or place.pending or place.unread + count > max(self._options.in_flight, count):
             return
-        place.version, weights = self.weights
+        place.version, weights = self._publish()
         place.began = time.monotonic()
         late_s = max(_LATE_SECONDS, _LATE_FACTOR * place.longest_s)
         place.deadline = min(_deadline(self._options.rollout_timeout), _deadline(late_s))
-        self._call(place, "rollout", self._on_rollout, place.version, weights, place.index)
+        self._call(place, "run", self._on_rollouts, place.version, weights, place.index, count)
 
-    def _on_rollout(self, place: _Place, result: PackedRollout | RemoteError) -> None:
-        if isinstance(result, RemoteError):
-            self._on_error(place, result, "rollout")
-            return
-        place.deadline, place.finished = float("inf"), time.monotonic()
-        place.longest_s = max(place.longest_s, place.finished - place.began)
-        place.rollouts += 1
-        place.pool_restarts += result.pool_restarts
-        self.finished.put(result)
-        place.index += 1
-        place.unread += 1
+    def _publish(self) -> tuple[int, Any]:
+        """Returns the newest weights that are computed, and stores them for the actors if they are new."""
+        version, params = self.newest
+        if version != self._published[0] and _is_computed(params):
+            self._published = version, self._ray.put(pack(params))
+        return self._published
+
+    def _on_rollouts(self, place: _Place, results: list[PackedRollout | RemoteError]) -> None:
+        place.deadline, now = float("inf"), time.monotonic()
+        for result in results:
+            if isinstance(result, RemoteError):
+                self._on_error(place, result, f"in rollout {place.index}")
+                return
+            place.finished = now
+            place.rollouts += 1
+            place.pool_restarts += result.pool_restarts
+            self.finished.put(result)
+            place.snapshot = result.snapshot
+            place.index += 1
+            place.unread += 1
+        place.longest_s = max(place.longest_s, now - place.began)
         self._start_rollout(place)
 
-    def _on_error(self, place: _Place, failure: RemoteError, method: str) -> None:
+    def _on_error(self, place: _Place, failure: RemoteError, when: str) -> None:
         """Replaces an actor with a pool that can't start or is broken; raises any other error."""
-        error = _unpack_error(
-            failure, place, "when it started" if method == "start" else f"in rollout {place.index}"
-        )
-        # A later actor that can't start is a fault of its node, such as a missing package.
-        is_fault = method == "start" or isinstance(error.__cause__, _FAULTS)
+        error = _unpack_error(failure, place, when)
+        # If others have started, one that can't start is a fault of its node, such as a missing package.
+        is_fault = place.version == -1 or isinstance(error.__cause__, _FAULTS)
         if not self._enough_started.is_set() or not is_fault:
             raise error
         self._kill(place)
@@ -401,7 +477,7 @@ class ActorGroup:
         self._start_rollout(place)
 
     def _time_out(self, place: _Place) -> None:
-        if place.pending == "rollout":
+        if place.pending == "run":
             limit_s, now = self._options.rollout_timeout, time.monotonic()
             if limit_s is None or now < place.began + limit_s:
                 _logger.warning(
@@ -632,7 +708,7 @@ class Rollouts:
     Rollout `index` of actor `i` gets the key
     `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), i), index)`, and env `j` of that actor gets
     the seed `seed + i * num_envs + j`. An actor that replaces a lost one continues the numbering of its
-    rollouts, and resets its envs with other seeds.
+    rollouts, and resets its envs with other seeds, or restores them (`save_states`).
 
     Actors compute on the CPU, unless `backend` gives them GPUs. They receive the function and `env` by
     cloudpickle. They adopt those JAX options of the learner that affect results, such as x64.
@@ -648,16 +724,25 @@ class Rollouts:
         params: First weights, version 0; a pytree of arrays.
         seed: Seed of the envs and keys.
         backend: `"ray"`, or a `jaxvec.Ray`. An actor holds `resources_per_worker` times
-            `workers_per_actor`, and its pool has `workers_per_actor` worker processes.
+            `workers_per_actor`, and its pool has `workers_per_actor` worker processes. A single worker is
+            the actor itself, unless a timeout of steps or resets is set, or `workers=jaxvec.Workers()` asks
+            for a process. Envs that use JAX need a process.
         device: `jax.Device` or sharding for trajectories; JAX's default if `None`.
         max_lag: Largest number of versions between the weights of a trajectory and the newest weights. Older
             trajectories are dropped and counted. `None` for no limit.
+        rollouts_per_call: Number of rollouts that an actor runs per message, all with the same weights. They
+            arrive together. More than one saves time here if rollouts are short. `rollout_timeout` then
+            limits all of them.
         in_flight: Number of rollouts that an actor may finish before `get` returns the first of them. This
-            limits how far actors run ahead of a slow learner.
+            limits how far actors run ahead of a slow learner. At least `rollouts_per_call`.
         on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. `"restart"`, or a
             `jaxvec.Restart`, also replaces lost actors, and those with a pool that its envs or workers have
             broken; its limits count separately for each actor. One that exceeds them is given up, while
             enough others are left. An exception of `rollout` always ends all.
+        save_states: Whether actors save the states of their envs with each rollout. A replacement of an actor
+            then continues from its last rollout, and so does `resume`, bit for bit.
+        resume: Result of `checkpoint`. Actors continue with the next rollouts, and `params` have the version
+            that was the newest. Load only what you trust: it contains pickles.
         timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
             an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
@@ -704,8 +789,11 @@ class Rollouts:
         backend: Literal["ray"] | Ray = "ray",
         device: Any = None,
         max_lag: int | None = None,
+        rollouts_per_call: int = 1,
         in_flight: int = 1,
         on_fault: OnFault | Restart = "raise",
+        save_states: bool = False,
+        resume: bytes | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
         rollout_timeout: float | None = None,
         **options: Any,
@@ -716,7 +804,7 @@ class Rollouts:
         if not isinstance(ray_options, Ray):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f'backend must be "ray" or a jaxvec.Ray, not {backend!r}')
         least, most = num_actors if isinstance(num_actors, tuple) else (1, num_actors)
-        counts = {"num_envs": num_envs, "in_flight": in_flight}
+        counts = {"num_envs": num_envs, "rollouts_per_call": rollouts_per_call, "in_flight": in_flight}
         for name, count in {"num_actors": most, "num_actors[0]": least, **counts}.items():
             check_count(name, count, 1)
         if least > most:
@@ -731,24 +819,35 @@ class Rollouts:
             )
         policy = parse_restart(on_fault)
         workers = ray_options.workers_per_actor
+        # One worker would only wait for the actor's process, and the other way round.
+        needs_process = not {"workers", "spare_envs", "batch_size"}.isdisjoint(options)
+        needs_process |= workers > 1 or bool(timeouts.step or timeouts.reset)
         options |= {"num_workers": workers, "on_fault": on_fault, "timeouts": timeouts}
+        options["backend"] = "process" if needs_process else "serial"
+        if save_states:
+            options.setdefault("states", num_envs)
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
-        jax_options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
-        program = Program(rollout, env, num_envs, seed, options, versions()["jaxvec"], jax_options)
+        here = versions()["jaxvec"], {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
+        program = Program(rollout, env, num_envs, seed, options, save_states, *here)
         pickled = pickle_given(program, _refuse)
         cluster.connect(ray_options, timeouts.start)
         self._ray: Any = importlib.import_module("ray")
         nodes.check_place(self._ray, ray_options.of_actor())
         self._max_lag = max_lag
         self._device = device
-        self._version = 0
+        self._version, self._progress = 0, [Progress(0, None)] * most
+        self._origin = {"seed": seed, "num_envs": num_envs}
+        if resume is not None:
+            self._load(resume)
         self._closed = False
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = self._dropped = 0
-        limits = timeouts.start, rollout_timeout
-        group_options = GroupOptions(self._ray, ray_options, (least, most), *limits, in_flight, policy)
+        limits = timeouts.start, rollout_timeout, in_flight, rollouts_per_call
+        group_options = GroupOptions(
+            self._ray, ray_options, (least, most), *limits, policy, tuple(self._progress)
+        )
         placement = nodes.Placement(self._ray, ray_options, [workers] * most, timeouts.start)
-        self._actors = ActorGroup(group_options, placement, pickled, (0, self._put(params)))
+        self._actors = ActorGroup(group_options, placement, pickled, (self._version, params))
         # Not at exit: Ray itself ends the actors then.
         weakref.finalize(self, self._actors.stop).atexit = False
         try:
@@ -785,6 +884,7 @@ class Rollouts:
                     raise self._broken
                 continue
             self._actors.release(done.actor)
+            self._progress[done.actor] = Progress(done.index + 1, done.snapshot)
             lag = self._version - done.version
             if self._max_lag is None or lag <= self._max_lag:
                 break
@@ -797,6 +897,9 @@ class Rollouts:
     def push(self, params: Any) -> None:
         """Publishes new weights. Each actor uses the newest weights from its next rollout on.
 
+        The call does not wait until JAX has computed the weights. Until then, rollouts start with the newest
+        ones that are computed. The weights are copied, so they may be donated to the next update.
+
         Args:
             params: Pytree of arrays. Actors compile again if its structure, shapes or dtypes are new.
 
@@ -804,9 +907,18 @@ class Rollouts:
             PoolBrokenError, PoolClosedError: An earlier call raised an error, or `close` was called.
         """
         self._check_open()
-        weights = self._put(params)
+        check_keys(params)
+        weights = jax.tree.map(copy_leaf, params)
         self._version += 1
-        self._actors.weights = self._version, weights
+        self._actors.newest = self._version, weights
+
+    def checkpoint(self) -> bytes:
+        """Returns the progress of the actors up to the last `get`, for `Rollouts(resume=...)`.
+
+        It has the version of the weights, and for each actor the index of its next rollout. With
+        `save_states`, it also has the states of its envs. Save it together with the weights.
+        """
+        return dumps({**self._origin, "version": self._version, "actors": list(map(tuple, self._progress))})
 
     def stats(self) -> RolloutStats:
         """Returns the counters so far."""
@@ -831,8 +943,15 @@ class Rollouts:
             "Rollouts can't be pickled because they own actors; create them in the process that uses them"
         )
 
-    def _put(self, params: Any) -> Any:
-        return self._ray.put(pack(params))
+    def _load(self, resume: bytes) -> None:
+        """Adopts the version and the progress of a checkpoint."""
+        found = pickle.loads(resume)
+        for name, value in self._origin.items():
+            if found[name] != value:
+                raise ValueError(f"resume: the checkpoint has {name}={found[name]}, not {value}")
+        self._version = found["version"]
+        actors = [Progress(*each) for each in found["actors"]]
+        self._progress[: len(actors)] = actors[: len(self._progress)]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
 from typing import Any, NamedTuple
 
+import data_parallel
 import impala_ray
 import jax
 import jax.numpy as jnp
@@ -29,6 +33,7 @@ pytestmark = test_ray.pytestmark
 
 NUM_ENVS = 3
 PARAMS = np.zeros((4, 2), np.float32)
+ONE = jaxvec.Restart(max_restarts=1, rate=None)
 
 
 class Steps(NamedTuple):
@@ -85,6 +90,85 @@ def get(rollouts):
     return rollouts.get(timeout=200)
 
 
+def check_uninterrupted(make, came, params, seed, **options):
+    """Checks all rollouts of two actors against one uninterrupted run of a local pool for each."""
+    program = jax.jit(rollout)
+    for actor in range(2):
+        ours = [done for done in came if done.actor == actor]
+        assert [done.index for done in ours] == [*range(len(ours))]
+        envs = make("CartPole-v1", NUM_ENVS, num_workers=1, **options)
+        handle, timestep = jaxvec.reset(envs, seed=seed + actor * NUM_ENVS)
+        key = jax.random.fold_in(jax.random.key(seed), actor)
+        for done in ours:
+            weights, one = params[done.version], jax.random.fold_in(key, done.index)
+            handle, timestep, steps = program(weights, handle, timestep, one)
+            assert_equal(done.trajectory, steps)
+            assert isinstance(done.trajectory, Steps)
+            assert isinstance(done.trajectory.obs, jax.Array)
+
+
+def learn(rollouts, came, params, enough):
+    """Takes rollouts and pushes new weights until `enough`."""
+    while not enough():
+        params.append(params[-1] + np.arange(8, dtype=np.float32).reshape(4, 2) / 10)
+        rollouts.push(params[-1])
+        came.append(get(rollouts))
+
+
+def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make):
+    seed, params, came = 5, [PARAMS], []
+    options = {"rollout": rollout, "env": "CartPole-v1", "num_envs": NUM_ENVS, "num_actors": 2, "seed": seed}
+    options |= {"save_states": True, "on_fault": ONE}
+    rollouts = make_rollouts(params=PARAMS, **options)
+
+    def last(actor):
+        return sum(done.actor == actor for done in came)
+
+    learn(rollouts, came, params, lambda: last(0) and last(1))
+    ray.kill(rollouts._actors._places[0].actor)
+    learn(rollouts, came, params, lambda: faults(rollouts) == [1, 0])
+    before = last(0)
+    learn(rollouts, came, params, lambda: last(0) > before + 2)  # at most one was done before
+
+    checkpoint, kept, num_versions = rollouts.checkpoint(), list(came), len(params)
+    for _ in range(3):  # the learner loses these
+        get(rollouts)
+    for place in rollouts._actors._places:
+        ray.kill(place.actor)
+    rollouts.close()
+
+    came, params = kept, params[:num_versions]
+    rollouts = make_rollouts(params=params[-1], resume=checkpoint, **options)
+    assert rollouts.stats().version == num_versions - 1
+    before = last(0), last(1)
+    learn(rollouts, came, params, lambda: last(0) > before[0] + 2 and last(1) > before[1] + 2)
+    assert came[-1].version > num_versions - 1
+    check_uninterrupted(make, came, params, seed, on_fault=ONE)
+    rollouts.close()
+    with pytest.raises(ValueError, match="resume: the checkpoint has seed=5, not 6"):
+        make_rollouts(params=PARAMS, **options | {"seed": 6, "resume": checkpoint})
+
+
+def test_resumed_rollouts_without_states_reset_their_envs(make_rollouts):
+    rollouts = make_rollouts(in_flight=2)
+    assert [get(rollouts).index for _ in range(3)] == [0, 1, 2]
+    checkpoint = rollouts.checkpoint()
+    rollouts.close()
+    done = get(make_rollouts(resume=checkpoint))
+    assert (done.index, done.trajectory["obs"][0, 1]) == (3, 1)
+
+
+def test_states_that_can_not_be_saved_are_an_error_at_the_start(make_rollouts):
+    class Unsaved(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.numbers = (number for number in range(9))
+
+    with pytest.raises(jaxvec.RolloutError, match="when it started") as caught:
+        make_rollouts(env=Unsaved, save_states=True)
+    assert isinstance(caught.value.__cause__, jaxvec.EnvStateError)
+
+
 def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
     seed, params = 5, [PARAMS]
     rollouts = make_rollouts(
@@ -97,19 +181,7 @@ def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
         came.append(get(rollouts))
         assert came[-1].lag == len(params) - 1 - came[-1].version
 
-    program = jax.jit(rollout)
-    for actor in range(2):
-        ours = [done for done in came if done.actor == actor]
-        assert [done.index for done in ours] == [*range(len(ours))]
-        envs = make("CartPole-v1", NUM_ENVS, num_workers=1)
-        handle, timestep = jaxvec.reset(envs, seed=seed + actor * NUM_ENVS)
-        key = jax.random.fold_in(jax.random.key(seed), actor)
-        for done in ours:
-            weights, one = params[done.version], jax.random.fold_in(key, done.index)
-            handle, timestep, steps = program(weights, handle, timestep, one)
-            assert_equal(done.trajectory, steps)
-            assert isinstance(done.trajectory, Steps)
-            assert isinstance(done.trajectory.obs, jax.Array)
+    check_uninterrupted(make, came, params, seed)
     assert max(done.version for done in came) > 0
     stats = rollouts.stats()
     assert stats.rollouts == len(came)
@@ -190,6 +262,48 @@ def test_rollouts_return_in_order_of_completion_and_drop_stale_ones(make_rollout
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
 
 
+def test_rollouts_of_one_call_have_the_same_weights(make_rollouts):
+    class Fragile(CountingEnv):
+        def step(self, action):
+            obs, *rest = super().step(action)
+            if obs[1] == 8:
+                raise OSError("no simulator")
+            return obs, *rest
+
+    rollouts = make_rollouts(env=Fragile, num_envs=1, rollouts_per_call=3)
+    came = [get(rollouts)]
+    rollouts.push(np.int32(1))  # the next call starts when all rollouts of this one are taken
+    came += [get(rollouts) for _ in range(6)]
+    assert [done.index for done in came] == [*range(7)]
+    assert [done.version for done in came] == [0, 0, 0, 1, 1, 1, 1]
+    assert [int(done.trajectory["params"]) for done in came] == [0, 0, 0, 1, 1, 1, 1]
+    assert [int(done.trajectory["obs"][0, 1]) for done in came] == [*range(1, 8)]
+    with pytest.raises(jaxvec.RolloutError, match="raised EnvError in rollout 7: env 0"):
+        get(rollouts)
+
+
+@jax.jit
+def update_slowly(params):
+    zeros = jax.lax.fori_loop(0, 300, lambda _, x: jnp.sin(x @ x), jnp.zeros((400, 400)))
+    return params + 1 + zeros.sum().astype(int)
+
+
+def test_push_does_not_wait_for_an_update(make_rollouts):
+    params = jnp.int32(0)
+    rollouts = make_rollouts(params=params)
+    get(rollouts)
+    jax.block_until_ready(update_slowly(params))  # compiles
+    params = update_slowly(params)
+    rollouts.push(params)
+    assert not params.is_ready()
+    params.block_until_ready()
+    params.delete()  # as donation does; actors get a copy
+    done = get(rollouts)
+    while done.version == 0:
+        done = get(rollouts)
+    assert (done.version, done.trajectory["params"]) == (1, 1)
+
+
 def test_rollout_exception_is_raised_and_breaks_the_rollouts(make_rollouts):
     def failing(params, handle, timestep, key):
         raise LookupError("no such layer")
@@ -254,9 +368,6 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
     with pytest.raises(jaxvec.ActorDiedError, match=r"Actor 0 was not restarted: .* max_restarts is 1"):
         while True:
             get(rollouts)
-
-
-ONE = jaxvec.Restart(max_restarts=1, rate=None)
 
 
 class Sick(CountingEnv):
@@ -409,6 +520,61 @@ def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, clu
 def _shut_down(folder):
     wait_until(lambda: (folder / "began 0").exists())
     ray.shutdown()
+
+
+LEARNER = """
+import os, sys, traceback
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def __init__(self, process):
+        super().__init__()
+        self.process = process
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        if self.process == 1 and obs[1] == 3:
+            raise OSError("no simulator")
+        return obs, *rest
+
+def count(params, handle, timestep, key):
+    handle, timestep = jaxvec.step(handle, jnp.zeros(handle.num_envs, int))
+    return handle, timestep, timestep.obs
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+process = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[1], 2, process, heartbeat_timeout_seconds=10)
+try:
+    options = {"num_actors": 1, "params": np.int32(0), "timeouts": jaxvec.Timeouts(start=200)}
+    with jaxvec.Rollouts(count, Env, 1, process=process, **options) as rollouts:
+        while True:
+            obs = multihost_utils.process_allgather(rollouts.get(timeout=200).trajectory)
+            print("steps", *obs[:, 0, 1], flush=True)
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)
+"""
+
+
+def test_an_actor_error_in_one_learner_of_two_ends_both(cluster):
+    address, pipes = data_parallel.free_address(), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    env = {**os.environ, "RAY_ADDRESS": cluster.address}
+    commands = [[sys.executable, "-c", LEARNER, address, str(process)] for process in range(2)]
+    learners = [subprocess.Popen(command, text=True, env=env, **pipes) for command in commands]
+    try:
+        said = [learner.communicate(timeout=200) for learner in learners]
+    finally:
+        for learner in learners:
+            learner.kill()
+    assert all(learner.returncode for learner in learners)
+    assert "RolloutError: actor 0 on node" in said[1][1], said
+    for out, _ in said:
+        assert [line for line in out.splitlines() if line.startswith("steps")] == ["steps 1 1", "steps 2 2"]
 
 
 def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
