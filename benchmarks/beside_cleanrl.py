@@ -128,7 +128,9 @@ def main() -> None:
     if args.program in ("ppo", "ppo_mujoco"):
         jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}"]
     else:
-        jaxvec_command = [sys.executable, str(_EXAMPLES / f"{args.program}.py"), "--log", "/dev/stdout"]
+        jaxvec_command = [sys.executable, str(_EXAMPLES / f"{args.program}.py")]
+        if args.program in ("ppo_atari", "impala", "ippo"):
+            jaxvec_command += ["--log", "/dev/stdout"]
     cleanrl_command = [args.python, str(script), *shlex.split(args.cleanrl_options)]
     with tempfile.TemporaryDirectory() as folder:
         programs = {

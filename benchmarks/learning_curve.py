@@ -9,7 +9,6 @@ jaxlib 0.10.2, which initialises the weights, was seen to deadlock on two cores.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import tempfile
 from dataclasses import replace
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks import pictures
 from jaxvec.examples import ppo
+from jaxvec.logging import Run
 
 
 def plot(config: ppo.Config, curves: NDArray[np.float32], path: Path) -> None:
@@ -57,14 +57,15 @@ def main() -> None:
     curves: list[NDArray[np.float32]] = []
     for seed in range(args.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            result = ppo.train(replace(config, seed=seed), Path(folder))
-            with (Path(folder) / "metrics.csv").open() as file:
-                rows = list(csv.DictReader(file))
+            with Run(folder, total_steps=config.total_steps) as run:
+                ppo.train(replace(config, seed=seed), run)
+            columns = run.metrics()
         sys.stdout.write(
-            f"seed {seed}: mean return {result.mean_return:.1f} of the last 100 episodes, "
-            f"{result.env_steps:,} env steps in {rows[-1]['seconds']} s\n"
+            f"seed {seed}: mean return {run.latest('episode_return'):.1f} of the last 100 episodes, "
+            f"{run.env_steps:,} env steps in {run.latest('seconds')} s\n"
         )
-        curves.append(np.array([row["episode_return"] for row in rows if row["episode_return"]], np.float32))
+        known = np.isnan(columns["evaluation"])  # the lines of updates
+        curves.append(columns["episode_return"][known].astype(np.float32))
     plot(config, np.stack(curves), args.out)
 
 

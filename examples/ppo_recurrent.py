@@ -1,11 +1,11 @@
-"""PPO with a memory (GRU) on Gymnasium envs, with all of training in one `jax.jit`.
+"""PPO with a memory (GRU) on Gymnasium envs, with all of training in one `jax.jit`. The file is complete.
 
     python examples/ppo_recurrent.py
     python examples/ppo_recurrent.py --entries 0,1,2,3
 
 With the first command, the agent observes only the positions of cart and pole, so it needs a memory to
-estimate their velocities. The memory is cleared at the end of an episode. The shared parts of PPO are
-imported from `shared_ppo.py`.
+estimate their velocities. The memory is cleared at the end of an episode. Each run has a folder in `runs`.
+Ctrl-C ends a run after the current update, and `--resume runs/NAME` continues it.
 """
 
 from __future__ import annotations
@@ -18,30 +18,58 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import shared_ppo
-import shared_training
 from flax import linen as nn
+from flax import serialization
 from gymnasium import spaces
-from shared_ppo import Batch, Categorical
-from shared_training import Report, Result, Returns, Trained, finish, option, parse, repeat
 
 import jaxvec
+from jaxvec.logging import Episodes, Run, option, training
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config(shared_ppo.Config):
+class Config:
+    env: str = option("CartPole-v1", "Gymnasium id")
     entries: str = option("0,2", "indices of the observation entries that the agent sees, from 0")
     num_units: int = option(64, "size of the memory")
+    num_envs: int = option(64, "number of envs")
+    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
+    total_steps: int = option(524_288, "env steps, rounded up to a multiple of num-envs x num-steps")
+    num_steps: int = option(64, "steps of each env per update")
+    num_epochs: int = option(4, "passes over the steps of an update")
+    num_minibatches: int = option(8, "gradient steps per pass")
+    lr: float = option(1e-3, "learning rate, falling linearly to 0")
+    gamma: float = option(0.99, "discount per step")
+    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
+    clip: float = option(0.2, "PPO clip range")
+    entropy_weight: float = option(0.005, "weight of the entropy bonus")
+    value_weight: float = option(0.5, "weight of the value loss")
+    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
+    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
+    save_every: int = option(100, "updates between two saves")
+    seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
+        if min(*sizes, self.save_every) < 1:
+            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
         if self.num_envs % self.num_minibatches:
             raise ValueError(
                 "--num-envs must be a multiple of --num-minibatches, because minibatches contain whole envs"
             )
         if not all(entry.strip().isdecimal() for entry in self.entries.split(",")):
             raise ValueError(f"--entries must be comma-separated numbers, not {self.entries!r}")
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        return -(-self.total_steps // self.steps_per_update)
 
 
 class RecurrentActorCritic(nn.Module):
@@ -59,51 +87,28 @@ class RecurrentActorCritic(nn.Module):
         return memory, logits, nn.Dense(1)(hidden)[..., 0]
 
 
-@dataclass(frozen=True)
-class Agent:
-    """The parts that do not change during training."""
-
-    config: Config
-    entries: tuple[int, ...]
-    policy: Categorical
-    network: Any  # a RecurrentActorCritic; Any because flax annotates no result type for `apply`
-    optimizer: optax.GradientTransformation
-
-    def encode(self, obs: jax.Array) -> jax.Array:
-        """Selects the visible entries, `[num_envs, obs_size]` float32."""
-        return obs[:, jnp.array(self.entries)].astype(jnp.float32)
-
-
-def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 1:
-        raise SystemExit(f"{config.env}: this PPO takes observations with one axis, not {obs_space}")
-    if not isinstance(action_space, spaces.Discrete):
-        raise SystemExit(f"{config.env}: this PPO takes Discrete actions, not {action_space}")
-    entries = tuple(map(int, config.entries.split(",")))
-    if max(entries) >= obs_space.shape[0]:
-        raise SystemExit(
-            f"{config.env}: --entries {max(entries)} is out of range for {obs_space.shape[0]} entries"
-        )
-    network = RecurrentActorCritic(int(action_space.n), config.num_units)
-    return Agent(config, entries, Categorical(action_space), network, shared_ppo.make_optimizer(config))
-
-
 class State(NamedTuple):
     """State of training between two updates."""
 
+    number: jax.Array  # [] int32, updates so far
     params: Any
     opt_state: Any
     obs_stats: RunningMeanStd  # [obs_size]
+    episodes: Episodes
+
+
+class Playing(NamedTuple):
+    """State of the running episodes between two updates."""
+
     handle: jaxvec.Handle
     obs: jax.Array  # [num_envs, obs_size] float32
     memory: jax.Array  # [num_envs, num_units] float32
-    returns: Returns
 
 
 class Steps(NamedTuple):
     """Data of one step of all envs. `collect` stacks them to `[num_steps, num_envs, ...]`."""
 
+    raw: jax.Array  # [num_envs, obs_size] float32
     obs: jax.Array  # [num_envs, obs_size] float32, normalised
     action: jax.Array  # [num_envs] int32
     log_prob: jax.Array  # [num_envs] float32
@@ -119,99 +124,171 @@ def empty(memory: jax.Array, done: jax.Array) -> jax.Array:
     return jnp.where(done[:, None], 0, memory)
 
 
-def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-    normalize = state.obs_stats.normalize
-
-    def play(carry: Any, key: jax.Array) -> tuple[Any, tuple[Steps, jax.Array, jax.Array]]:
-        handle, raw, memory = carry
-        obs = normalize(raw)
-        memory, logits, value = agent.network.apply(state.params, memory, obs)
-        action = agent.policy.sample(logits, key)
-        log_prob, _ = agent.policy.evaluate(logits, action)
-        handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
-        next_raw, done = agent.encode(timestep.obs), timestep.terminated | timestep.truncated
-        # At the end of an episode, timestep.obs is already the first one of the next episode.
-        within = jnp.where(done[:, None], agent.encode(timestep.info["final_obs"]), next_raw)
-        _, _, next_value = agent.network.apply(state.params, memory, normalize(within))
-        ends = timestep.terminated, done
-        steps = Steps(obs, action, log_prob, value, next_value, timestep.reward, *ends)
-        return (handle, next_raw, empty(memory, done)), (steps, raw, timestep.info["episode_return"])
-
-    keys = jax.random.split(key, agent.config.num_steps)
-    carry, (steps, raw, returns) = jax.lax.scan(play, (state.handle, state.obs, state.memory), keys)
-    handle, obs, memory = carry
-    state = state._replace(
-        obs_stats=state.obs_stats.update(raw),
-        handle=handle,
-        obs=obs,
-        memory=memory,
-        returns=state.returns.add(steps.done, returns),
-    )
-    return state, steps
+def evaluate(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the action's log-probability and the policy's entropy, `[...]` in nats."""
+    log_probs = jax.nn.log_softmax(logits)
+    log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+    return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
 
-def loss(agent: Agent, params: Any, memory: jax.Array, done: jax.Array, batch: Batch) -> jax.Array:
-    """Returns PPO's loss of whole sequences, `[]` float32. `memory` is the memory before the first steps."""
-
-    def remember(memory: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-        obs, done = now
-        memory, logits, value = agent.network.apply(params, memory, obs)
-        return empty(memory, done), (logits, value)
-
-    _, (logits, value) = jax.lax.scan(remember, memory, (batch.obs, done))
-    return shared_ppo.objective(agent.config, agent.policy, logits, value, batch)
-
-
-def update(agent: Agent, state: State, key: jax.Array) -> State:
-    """Collects and learns once. A minibatch contains all steps of some envs, to recompute their memories."""
-    config = agent.config
-    play_key, learn_key = jax.random.split(key)
-    before = state.memory
-    state, steps = collect(agent, state, play_key)
+def advantages(config: Config, steps: Steps) -> jax.Array:
+    """Returns generalised advantages, `[num_steps, num_envs]` float32."""
     reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
-    ends = steps.terminated, steps.done
-    advantage = shared_ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
-    target = advantage + steps.value
-    batch = Batch(steps.obs, steps.action, steps.log_prob, shared_ppo.standardize(advantage), target)
+    # Bootstrap unless the episode terminated: a truncated episode could have continued.
+    surprise = reward + config.gamma * jnp.where(steps.terminated, 0, steps.next_value) - steps.value
 
-    def loss_of(params: Any, envs: jax.Array) -> jax.Array:
-        minibatch: Batch = jax.tree.map(lambda leaf: leaf[:, envs], batch)
-        return loss(agent, params, before[envs], steps.done[:, envs], minibatch)
+    def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        advantage = now[0] + jnp.where(now[1], 0, config.gamma * config.gae_lambda * later)
+        return advantage, advantage
 
-    envs = shared_ppo.shuffle(config, learn_key, config.num_envs)
-    params, opt_state = shared_ppo.descend_on(loss_of, agent, (state.params, state.opt_state), envs)
-    return state._replace(params=params, opt_state=opt_state)
+    return jax.lax.scan(add, jnp.zeros_like(steps.value[0]), (surprise, steps.done), reverse=True)[1]
 
 
-def train(
-    agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
-) -> Trained[State]:
-    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
-    init_key, train_key = jax.random.split(key)
-    obs = agent.encode(timestep.obs)
-    memory = jnp.zeros((len(obs), agent.config.num_units))
-    params = agent.network.init(init_key, memory, obs)
-    state = State(
-        params=params,
-        opt_state=agent.optimizer.init(params),
-        obs_stats=RunningMeanStd.create(obs[0], count=0),
-        handle=handle,
-        obs=obs,
-        memory=memory,
-        returns=Returns.create(),
-    )
-    return repeat(partial(update, agent), state, train_key, agent.config, report)
+class Agent:
+    """The parts that do not change during training, and the functions that are compiled."""
+
+    def __init__(self, config: Config, obs_space: Any, action_space: Any) -> None:
+        if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 1:
+            raise SystemExit(f"{config.env}: this PPO takes observations with one axis, not {obs_space}")
+        if not isinstance(action_space, spaces.Discrete):
+            raise SystemExit(f"{config.env}: this PPO takes Discrete actions, not {action_space}")
+        self.entries: tuple[int, ...] = tuple(map(int, config.entries.split(",")))
+        last, size = max(self.entries), obs_space.shape[0]
+        if last >= size:
+            raise SystemExit(f"{config.env}: --entries {last} is out of range for {size} entries")
+        self.config: Config = config
+        self.first_action: int = int(action_space.start)
+        # Any because flax annotates no result type for `apply`.
+        self.network: Any = RecurrentActorCritic(int(action_space.n), config.num_units)
+        num_steps = config.num_updates * config.num_epochs * config.num_minibatches
+        adam = optax.adam(optax.linear_schedule(config.lr, 0, num_steps))
+        clipped = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam)
+        # All parameters in one vector: there are fewer operations to compile and run.
+        self.optimizer: optax.GradientTransformation = optax.flatten(clipped)
+
+    def encode(self, obs: jax.Array) -> jax.Array:
+        """Selects the visible entries, `[num_envs, obs_size]` float32."""
+        return obs[:, jnp.array(self.entries)].astype(jnp.float32)
+
+    def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Playing]:
+        """Returns the initial states, given the `handle` and `timestep` of a reset."""
+        obs = self.encode(timestep.obs)
+        memory = jnp.zeros((len(obs), self.config.num_units))
+        params = self.network.init(jax.random.key(self.config.seed), memory, obs)
+        stats, opt_state = RunningMeanStd.create(obs[0], count=0), self.optimizer.init(params)
+        state = State(jnp.int32(0), params, opt_state, stats, Episodes.create())
+        return state, Playing(handle, obs, memory)
+
+    def collect(self, state: State, playing: Playing, key: jax.Array) -> tuple[Playing, Episodes, Steps]:
+        """Plays `num_steps` steps in every env."""
+        normalize = state.obs_stats.normalize
+
+        def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
+            (handle, raw, memory), episodes = carry
+            obs = normalize(raw)
+            memory, logits, value = self.network.apply(state.params, memory, obs)
+            action = jax.random.categorical(key, logits)
+            log_prob, _ = evaluate(logits, action)
+            handle, timestep = jaxvec.step(handle, action + self.first_action)
+            next_raw, done = self.encode(timestep.obs), timestep.terminated | timestep.truncated
+            # At the end of an episode, timestep.obs is already the first one of the next episode.
+            within = jnp.where(done[:, None], self.encode(timestep.info["final_obs"]), next_raw)
+            _, _, next_value = self.network.apply(state.params, memory, normalize(within))
+            ends = timestep.terminated, done
+            steps = Steps(raw, obs, action, log_prob, value, next_value, timestep.reward, *ends)
+            return (Playing(handle, next_raw, empty(memory, done)), episodes.add(timestep)), steps
+
+        keys = jax.random.split(key, self.config.num_steps)
+        (playing, episodes), steps = jax.lax.scan(play, (playing, state.episodes), keys)
+        return playing, episodes, steps
+
+    def outputs(self, params: Any, memory: jax.Array, steps: Steps) -> tuple[jax.Array, jax.Array]:
+        """Returns logits and values of whole sequences, given the memory before their first steps."""
+
+        def remember(memory: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+            memory, logits, value = self.network.apply(params, memory, now[0])
+            return empty(memory, now[1]), (logits, value)
+
+        return jax.lax.scan(remember, memory, (steps.obs, steps.done))[1]
+
+    def loss(self, params: Any, memory: jax.Array, steps: Steps, advantage: Any, target: Any) -> Any:
+        """Returns PPO's loss of whole sequences, `[]` float32, and its parts."""
+        logits, value = self.outputs(params, memory, steps)
+        log_prob, entropy = evaluate(logits, steps.action)
+        log_ratio, clip = log_prob - steps.log_prob, self.config.clip
+        ratio = jnp.exp(log_ratio)
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage).mean()
+        error, entropy = 0.5 * jnp.square(value - target).mean(), entropy.mean()
+        total = self.config.value_weight * error - gain - self.config.entropy_weight * entropy
+        metrics = {"policy_loss": -gain, "value_loss": error, "entropy": entropy}
+        return total, metrics | {"kl": jnp.mean(ratio - 1 - log_ratio)}
+
+    def update(self, state: State, playing: Playing) -> tuple[State, Playing, dict[str, jax.Array]]:
+        """Collects steps and learns from them, once. Also returns metrics, `[]` float32.
+
+        A minibatch contains all steps of some envs, to recompute their memories.
+        """
+        config, memory = self.config, playing.memory
+        # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
+        play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
+        playing, episodes, steps = self.collect(state, playing, play_key)
+        advantage = advantages(config, steps)
+        target = advantage + steps.value
+        scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+        def descend(carry: tuple[Any, Any], envs: jax.Array) -> tuple[tuple[Any, Any], Any]:
+            params, opt_state = carry
+            minibatch = jax.tree.map(lambda leaf: leaf[:, envs], (steps, scaled, target))
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(params, memory[envs], *minibatch)
+            change, opt_state = self.optimizer.update(gradient, opt_state, params)
+            return (optax.apply_updates(params, change), opt_state), metrics
+
+        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, config.num_envs)))
+        chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, envs]
+        (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
+        metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
+        obs_stats = state.obs_stats.update(steps.raw)
+        return State(state.number + 1, params, opt_state, obs_stats, episodes), playing, metrics
+
+    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
+        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
+        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
+
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, playing, metrics = self.update(*carry[:2])
+            means = state.episodes.means()
+            run.log(state.number * self.config.steps_per_update, **means, **metrics)
+            return state, playing, run.stopping() | (means["episode_return"] >= goal)
+
+        carry = state, playing, jnp.bool_(False)
+        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
 
 
-def run(config: Config) -> Result:
-    with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
-        return shared_training.run(config, envs, partial(train, make_agent(config, envs)))
+def train(config: Config, run: Run) -> None:
+    """Trains, or continues a run, and writes its folder."""
+    options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
+    with jaxvec.make(config.env, config.num_envs, **options) as envs:
+        agent = Agent(config, envs.single_observation_space, envs.single_action_space)
+        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
+        state, playing = run.load(state, playing, envs)
+        program = jax.jit(partial(agent.train, run))
+        with run.signals():
+            run.show("compiling")
+            stop = False
+            while state.number < config.num_updates and not stop:
+                until = jnp.minimum(state.number + config.save_every, config.num_updates)
+                state, playing, stop = jax.block_until_ready(program(state, playing, until))
+                run.save(state, playing, envs)
+                learned = {"params": state.params, "stats": vars(state.obs_stats)}
+                run.write("params.msgpack", serialization.to_bytes(learned))
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
+def main(argv: Sequence[str] | None = None) -> Run:
     about = "Train PPO with a GRU on a partially observed Gymnasium env."
-    config = parse(Config, "ppo_recurrent", about, argv)
-    return finish(config, "PPO with a GRU", "ppo_recurrent", run(config))
+    with training(Config, argv, program="ppo_recurrent", about=about) as (config, run):
+        train(config, run)
+    return run
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""SAC on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`.
+"""SAC on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`. The file is complete.
 
     python examples/sac.py
+    python examples/sac.py --resume runs/NAME
 
-The program has two critics, a policy that is squashed to the action bounds, and a learned temperature.
-`shared_replay.py` contains the loop of env steps, buffer and gradient steps.
+The program has two critics, a policy that is squashed to the action bounds, and a learned temperature. The
+buffer is flashbax's: arrays on the device, which the compiled loop writes to. Each run has a folder in
+`runs`. Ctrl-C ends a run after the current update.
 """
 
 from __future__ import annotations
@@ -17,24 +19,54 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import shared_replay
-import shared_training
 from flax import linen as nn
+from flax import serialization
 from gymnasium import spaces
-from shared_replay import ReplayOptions, Transition
-from shared_training import Result, finish, option, parse
 
 import jaxvec
+from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.normalize import RunningMeanStd
+
+try:
+    import flashbax
+except ImportError as _error:
+    raise ImportError('this example needs flashbax: pip install "flashbax>=0.1.3"') from _error
 
 
 @dataclass(frozen=True)
-class Config(ReplayOptions):
+class Config:
     env: str = option("Pendulum-v1", "Gymnasium id of an env with Box observations and actions")
     num_envs: int = option(4, "number of envs")
+    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
+    total_steps: int = option(24_000, "env steps, rounded up to a multiple of num-envs x num-steps")
     num_steps: int = option(200, "steps of each env between two reports")
-    total_steps: int = option(24_000, "env steps, rounded up to whole reports")
+    buffer_size: int = option(100_000, "transitions to store, rounded up to a multiple of num-envs")
+    learn_after: int = option(1_000, "transitions before the first gradient step")
+    gradient_steps: int = option(4, "gradient steps after each step of the envs")
+    batch_size: int = option(128, "transitions per gradient step")
+    gamma: float = option(0.99, "discount per step")
     lr: float = option(1e-3, "learning rate")
     tau: float = option(0.01, "step size of the target critics' update after each gradient step")
+    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
+    save_every: int = option(100, "reports between two saves")
+    seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+
+    def __post_init__(self) -> None:
+        if min(self.num_envs, self.num_steps, self.total_steps, self.save_every) < 1:
+            raise ValueError("the numbers of envs and steps must be at least 1")
+        if not 1 <= self.batch_size <= self.learn_after <= self.buffer_size:
+            raise ValueError("--batch-size must be at most --learn-after, and that at most --buffer-size")
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        return -(-self.total_steps // self.steps_per_update)
 
 
 class Mlp(nn.Module):
@@ -48,6 +80,16 @@ class Mlp(nn.Module):
         for _ in range(2):
             inputs = nn.relu(nn.Dense(256)(inputs))
         return nn.Dense(self.num_outputs)(inputs)
+
+
+class Transition(NamedTuple):
+    """A step of one env. Observations are stored raw, and normalised with the latest statistics on use."""
+
+    obs: jax.Array  # [obs_size] float32
+    action: jax.Array  # [size] float32; -1 and 1 are the bounds
+    reward: jax.Array  # [] float32
+    next_obs: jax.Array  # [obs_size] float32, of the same episode
+    terminated: jax.Array  # [] bool; if false, the value of next_obs is bootstrapped
 
 
 class Weights(NamedTuple):
@@ -66,23 +108,61 @@ class Learned(NamedTuple):
     opt_state: Any
 
 
-@dataclass(frozen=True)
-class Sac:
-    """The algorithm; see `shared_replay.Algorithm`. Its actions are float32; -1 and 1 are the bounds."""
+class State(NamedTuple):
+    """State of training between two updates."""
 
-    config: Config
-    space: spaces.Box  # the action space
-    policy: Any  # an Mlp; Any because flax annotates no result type for `apply`
-    critic: Any
-    optimizer: optax.GradientTransformation
+    number: jax.Array  # [] int32, updates so far
+    learned: Learned
+    buffer: Any
+    obs_stats: RunningMeanStd  # [obs_size]
+    episodes: Episodes
 
-    def init(self, obs: jax.Array, key: jax.Array) -> Learned:
-        policy_key, critic_key = jax.random.split(key)
-        size = int(np.prod(self.space.shape))
-        inputs = jnp.concatenate([obs, jnp.zeros((len(obs), size))], axis=-1)
+
+class Playing(NamedTuple):
+    """State of the running episodes between two updates."""
+
+    handle: jaxvec.Handle
+    obs: jax.Array  # [num_envs, obs_size] float32
+
+
+def encode(obs: jax.Array) -> jax.Array:
+    """Flattens observations, `[num_envs, ...]`, to `[num_envs, obs_size]` float32."""
+    return obs.reshape(len(obs), -1).astype(jnp.float32)
+
+
+class Agent:
+    """The parts that do not change during training, and the functions that are compiled."""
+
+    def __init__(self, config: Config, obs_space: Any, action_space: Any) -> None:
+        if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Box):
+            raise SystemExit(f"{config.env}: this SAC takes Box spaces, not {obs_space} and {action_space}")
+        if not action_space.is_bounded():
+            raise SystemExit(f"{config.env}: this SAC needs actions with bounds, not {action_space}")
+        self.config: Config = config
+        self.space: spaces.Box = action_space
+        self.size: int = int(np.prod(action_space.shape))
+        self.policy: Any = Mlp(2 * self.size)  # Any because flax annotates no result type for `apply`
+        self.critic: Any = Mlp(1)
+        self.optimizer: optax.GradientTransformation = optax.adam(config.lr)
+        self.buffer: Any = flashbax.make_item_buffer(
+            max_length=-(-config.buffer_size // config.num_envs) * config.num_envs,
+            min_length=config.learn_after,
+            sample_batch_size=config.batch_size,
+            add_batches=True,
+        )
+
+    def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Playing]:
+        """Returns the initial states, given the `handle` and `timestep` of a reset."""
+        obs = encode(timestep.obs)
+        policy_key, critic_key = jax.random.split(jax.random.key(self.config.seed))
+        inputs = jnp.concatenate([obs, jnp.zeros((len(obs), self.size))], axis=-1)
         critics = jax.vmap(self.critic.init, (0, None))(jax.random.split(critic_key), inputs)
         weights = Weights(self.policy.init(policy_key, obs), critics, jnp.float32(0))
-        return Learned(weights, critics, self.optimizer.init(weights))
+        learned = Learned(weights, critics, self.optimizer.init(weights))
+        one = Transition(obs[0], jnp.zeros(self.size), jnp.float32(0), obs[0], jnp.bool_(False))
+        stats = RunningMeanStd.create(obs[0], count=0)
+        state = State(jnp.int32(0), learned, self.buffer.init(one), stats, Episodes.create())
+        return state, Playing(handle, obs)
 
     def sample(self, policy: Any, obs: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Samples actions, `[..., size]`, and returns them with their log-densities, `[...]` in nats."""
@@ -98,18 +178,35 @@ class Sac:
         inputs = jnp.concatenate([obs, action], axis=-1)
         return jax.vmap(self.critic.apply, (0, None))(critics, inputs)[..., 0]
 
-    def act(self, learned: Learned, obs: jax.Array, progress: jax.Array, key: jax.Array) -> jax.Array:
-        """Samples actions of the policy, or uniform ones before learning starts."""
+    def act(self, policy: Any, obs: jax.Array, random: jax.Array, key: jax.Array) -> jax.Array:
+        """Samples actions of the policy or, if `random`, uniform ones, `[num_envs, size]` float32."""
         random_key, policy_key = jax.random.split(key)
-        action, _ = self.sample(learned.weights.policy, obs, policy_key)
-        random = jax.random.uniform(random_key, action.shape, minval=-1, maxval=1)
-        return jnp.where(progress * self.config.total_steps < self.config.learn_after, random, action)
+        action, _ = self.sample(policy, obs, policy_key)
+        return jnp.where(random, jax.random.uniform(random_key, action.shape, minval=-1, maxval=1), action)
 
     def to_env(self, action: jax.Array) -> jax.Array:
         """Returns `[num_envs, ...]` in the env's units."""
         low, high = jnp.asarray(self.space.low), jnp.asarray(self.space.high)
         action = (low + high) / 2 + (high - low) / 2 * action.reshape(-1, *self.space.shape)
         return jnp.clip(action, low, high)  # rounding errors may exceed the bounds
+
+    def play(
+        self, state: State, playing: Playing, random: jax.Array, key: jax.Array
+    ) -> tuple[State, Playing]:
+        """Steps the envs once, and stores the transitions."""
+        obs = state.obs_stats.normalize(playing.obs)
+        action = self.act(state.learned.weights.policy, obs, random, key)
+        handle, timestep = jaxvec.step(playing.handle, self.to_env(action))
+        obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
+        # At the end of an episode, `obs` is already the first one of the next episode.
+        within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), obs)
+        transitions = Transition(playing.obs, action, timestep.reward, within, timestep.terminated)
+        state = state._replace(
+            buffer=self.buffer.add(state.buffer, transitions),
+            obs_stats=state.obs_stats.update(within),
+            episodes=state.episodes.add(timestep),
+        )
+        return state, Playing(handle, obs)
 
     def loss(self, weights: Weights, target_critics: Any, batch: Transition, key: jax.Array) -> jax.Array:
         """Returns the summed losses of critics, policy and temperature, for `[batch_size]` transitions."""
@@ -128,38 +225,86 @@ class Sac:
         value = self.values(fixed.critics, batch.obs, action).min(0)
         policy_loss = jnp.mean(alpha * log_prob - value)
 
-        size = int(np.prod(self.space.shape))  # the target entropy is -size nats
-        alpha_loss = -weights.log_alpha * jnp.mean(jax.lax.stop_gradient(log_prob) - size)
+        # The target entropy is -size nats.
+        alpha_loss = -weights.log_alpha * jnp.mean(jax.lax.stop_gradient(log_prob) - self.size)
         return critic_loss + policy_loss + alpha_loss
 
-    def descend(self, learned: Learned, batch: Transition, key: jax.Array) -> Learned:
-        """Takes a gradient step, and moves the target critics towards the critics."""
-        gradient = jax.grad(self.loss)(learned.weights, learned.target_critics, batch, key)
-        change, opt_state = self.optimizer.update(gradient, learned.opt_state, learned.weights)
-        weights: Any = optax.apply_updates(learned.weights, change)
-        target = optax.incremental_update(weights.critics, learned.target_critics, self.config.tau)
-        return Learned(weights, target, opt_state)
+    def learn(self, state: State, key: jax.Array) -> tuple[Learned, jax.Array]:
+        """Takes the gradient steps after a step of the envs. Also returns the mean loss, `[]`."""
+
+        def descend(learned: Learned, key: jax.Array) -> tuple[Learned, jax.Array]:
+            sample_key, loss_key = jax.random.split(key)
+            batch = self.buffer.sample(state.buffer, sample_key).experience
+            obs, next_obs = map(state.obs_stats.normalize, (batch.obs, batch.next_obs))
+            batch = batch._replace(obs=obs, next_obs=next_obs)
+            fixed = learned.target_critics, batch, loss_key
+            loss, gradient = jax.value_and_grad(self.loss)(learned.weights, *fixed)
+            change, opt_state = self.optimizer.update(gradient, learned.opt_state, learned.weights)
+            weights: Any = optax.apply_updates(learned.weights, change)
+            target = optax.incremental_update(weights.critics, learned.target_critics, self.config.tau)
+            return Learned(weights, target, opt_state), loss
+
+        keys = jax.random.split(key, self.config.gradient_steps)
+        learned, losses = jax.lax.scan(descend, state.learned, keys)
+        return learned, losses.mean()
+
+    def update(self, state: State, playing: Playing) -> tuple[State, Playing, dict[str, jax.Array]]:
+        """Plays `num_steps` steps in every env, and learns after each. Also returns metrics, `[]`."""
+        first = state.number * self.config.num_steps
+
+        def step(carry: tuple[State, Playing], now: Any) -> tuple[Any, jax.Array]:
+            number, (play_key, learn_key) = now
+            random = (first + number) * self.config.num_envs < self.config.learn_after
+            state, playing = self.play(*carry, random, play_key)
+            ready = self.buffer.can_sample(state.buffer)
+            stay = lambda: (state.learned, jnp.float32(jnp.nan))  # noqa: E731
+            learned, loss = jax.lax.cond(ready, lambda: self.learn(state, learn_key), stay)
+            return (state._replace(learned=learned), playing), loss
+
+        # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
+        key = jax.random.fold_in(jax.random.key(self.config.seed + 1), state.number)
+        keys = jax.random.split(key, (self.config.num_steps, 2))
+        steps = jnp.arange(self.config.num_steps), keys
+        (state, playing), losses = jax.lax.scan(step, (state, playing), steps)
+        return state._replace(number=state.number + 1), playing, {"loss": jnp.nanmean(losses)}
+
+    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
+        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
+        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
+
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, playing, metrics = self.update(*carry[:2])
+            means = state.episodes.means()
+            run.log(state.number * self.config.steps_per_update, **means, **metrics)
+            return state, playing, run.stopping() | (means["episode_return"] >= goal)
+
+        carry = state, playing, jnp.bool_(False)
+        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
 
 
-def make_sac(config: Config, envs: jaxvec.VectorEnv) -> Sac:
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Box):
-        raise SystemExit(f"{config.env}: this SAC takes Box spaces, not {obs_space} and {action_space}")
-    if not action_space.is_bounded():
-        raise SystemExit(f"{config.env}: this SAC needs actions with bounds, not {action_space}")
-    size = int(np.prod(action_space.shape))
-    return Sac(config, action_space, Mlp(2 * size), Mlp(1), optax.adam(config.lr))
+def train(config: Config, run: Run) -> None:
+    """Trains, or continues a run, and writes its folder."""
+    options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
+    with jaxvec.make(config.env, config.num_envs, **options) as envs:
+        agent = Agent(config, envs.single_observation_space, envs.single_action_space)
+        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
+        state, playing = run.load(state, playing, envs)
+        program = jax.jit(partial(agent.train, run))
+        with run.signals():
+            run.show("compiling")
+            stop = False
+            while state.number < config.num_updates and not stop:
+                until = jnp.minimum(state.number + config.save_every, config.num_updates)
+                state, playing, stop = jax.block_until_ready(program(state, playing, until))
+                run.save(state, playing, envs)
+                learned = {"params": state.learned.weights.policy, "stats": vars(state.obs_stats)}
+                run.write("params.msgpack", serialization.to_bytes(learned))
 
 
-def run(config: Config) -> Result:
-    with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
-        return shared_training.run(config, envs, partial(shared_replay.train, make_sac(config, envs), config))
-
-
-def main(argv: Sequence[str] | None = None) -> Result:
-    about = "Train SAC on a Gymnasium env with Box observations and actions."
-    config = parse(Config, "sac", about, argv)
-    return finish(config, "SAC", "sac", run(config))
+def main(argv: Sequence[str] | None = None) -> Run:
+    with training(Config, argv, program="sac", about="Train SAC on a Gymnasium env.") as (config, run):
+        train(config, run)
+    return run
 
 
 if __name__ == "__main__":

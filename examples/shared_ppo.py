@@ -1,4 +1,4 @@
-"""Shared parts of `ppo_atari`, `ppo_recurrent`, `ippo` and `impala`: policy, network, and the loss of PPO."""
+"""Shared parts of `ppo_atari`, `ippo` and `impala`: policy, network, and the loss of PPO."""
 
 from __future__ import annotations
 

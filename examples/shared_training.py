@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import jaxvec
 from jaxvec import _util
-from jaxvec.examples.ppo import find_env
+from jaxvec._envs.constructors import find_spec as find_env
 
 _RECENT = 100  # number of episodes in the reported mean return
 

@@ -1,38 +1,50 @@
-"""Episode statistics and run folders for training loops, inside or outside of `jit`.
+"""Episode statistics, run folders and the command line of training programs.
 
     TimeStep --Episodes.add--> means of the latest episodes --Run.log--> metrics.csv, TensorBoard, W&B
 
 `Episodes` is a pytree that a compiled loop carries. `Run` writes files on the host: a compiled program calls
-it through `jax.debug.callback`.
+it through `jax.debug.callback`. `training` reads the options of a program, and opens its run.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib
 import importlib.metadata
+import io
 import json
 import platform
 import signal
 import socket
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
+from jaxvec._envs.constructors import find_spec
+from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
+from jaxvec._vector_env import VectorEnv
+from jaxvec.callbacks._call import Handle
+from jaxvec.callbacks._functions import restore
 
-__all__ = ["Episodes", "Run"]
+__all__ = ["Episodes", "Run", "option", "training"]
+
+Options = TypeVar("Options")
 
 _PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax")
+_STATE = "state.npz"
 _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
 
 
@@ -127,7 +139,7 @@ class Run:
         config: Mapping[str, Any] | None = None,
         *,
         total_steps: int | None = None,
-        resume_at: int | None = None,
+        resume: bool = False,
         progress: bool = True,
         tensorboard: bool = False,
         wandb: bool = False,
@@ -138,28 +150,32 @@ class Run:
             folder: Path of the folder, such as `"runs/ppo"`. It must not contain a run, unless resumed.
             config: Options of the program for `config.json`, which also contains versions of packages.
             total_steps: Env steps of the whole run, for the progress line.
-            resume_at: Env steps after which the run in `folder` continues. Later lines are removed.
+            resume: Whether to continue the run in `folder` from its last `save`. Later lines are removed.
             progress: Whether to show progress on stderr.
             tensorboard: Whether to write event files for TensorBoard, too; needs `tensorboardX`.
             wandb: Whether to log to Weights & Biases, too; needs `wandb`.
 
         Raises:
             FileExistsError: The folder contains a run.
+            FileNotFoundError: The run to resume has not been saved.
             ImportError: `tensorboardX` or `wandb` is missing.
         """
         self.folder: Path = Path(folder)
         self._csv = self.folder / "metrics.csv"
         self._total, self._progress = total_steps, progress
         self._rows: list[dict[str, Any]] = []
-        if resume_at is not None:
+        self._saved: Mapping[str, Any] | None = None  # by the run to resume
+        if resume:
+            with np.load(self.folder / _STATE) as file:
+                self._saved = dict(file)
             with self._csv.open() as file:
                 for row in csv.DictReader(file):
-                    if float(row["env_steps"]) <= resume_at:
+                    if float(row["env_steps"]) <= self._saved["env_steps"]:
                         self._rows.append({name: float(text) for name, text in row.items() if text})
         elif self._csv.exists():
             raise FileExistsError(f"{folder} contains a run; choose another name, or resume it")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if resume_at is None:
+        if not resume:
             record = {"config": dict(config or {}), "versions": _versions()}
             (self.folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
         writer = importlib.import_module("tensorboardX").SummaryWriter if tensorboard else None
@@ -170,7 +186,8 @@ class Run:
             options = {"dir": str(self.folder), "name": self.folder.name, "config": dict(config or {})}
             self._wandb = library.init(**options, id=self.folder.name, resume="allow")
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
-        self._rewrite()
+        if resume:
+            self._rewrite()
         before = self._rows[-1] if self._rows else {"env_steps": 0.0, "seconds": 0.0}
         self._steps, self._seconds = before["env_steps"], before["seconds"]
         self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
@@ -201,7 +218,8 @@ class Run:
         if steps > self._steps:
             self._steps, self._seconds = steps, seconds
             shown = f"{steps:,} steps  {rate:,.0f} steps/s  return {row.get('episode_return', np.nan):.1f}"
-            self.show((f"{steps / self._total:4.0%}  " if self._total else "") + shown, steps == self._total)
+            share = min(steps / self._total, 1) if self._total else None  # whole updates may exceed it
+            self.show(shown if share is None else f"{share:4.0%}  {shown}", share == 1)
         else:
             del row["steps_per_second"]  # a second row of the same steps, such as of an evaluation
         self._rows.append(row)
@@ -282,6 +300,66 @@ class Run:
         temporary.write_bytes(data)
         temporary.replace(self.folder / name)
 
+    def save(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> None:
+        """Writes `state.npz`, from which `Run(folder, resume=True)` continues.
+
+        Args:
+            learned: Pytree of arrays with the state of training: parameters, optimizer state, statistics.
+            playing: Pytree with the state of the running episodes: the handle, observations, memories.
+            envs: The envs, made with `states` of at least `num_envs`, to save their states, too. Without
+                them, or if the states cannot be saved, a resumed run starts new episodes.
+        """
+        jax.effects_barrier()  # waits for the last log
+        packed, data = np.zeros(0, np.uint8), io.BytesIO()
+        if envs is not None:
+            with suppress(EnvStateError):  # an env has a state that cannot be saved
+                packed = envs.pack_states()
+        leaves, _ = _leaves_by_name(learned, playing if packed.size else None)
+        arrays: Any = {
+            name: np.asarray(leaf) for name, leaf in leaves.items() if not isinstance(leaf, Handle)
+        }
+        np.savez(data, allow_pickle=False, env_steps=self.env_steps, envs=packed, **arrays)
+        self.write(_STATE, data.getvalue())
+
+    def load(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> tuple[Any, Any]:
+        """Returns `learned` and `playing` of the last `save`, if the run is resumed; else the arguments.
+
+        Args:
+            learned: State of a new run, with the same structure, shapes and dtypes.
+            playing: State of new episodes. It is returned if the states of the envs were not saved.
+            envs: The envs, which continue from their saved states.
+
+        Raises:
+            ValueError: The saved state does not match the arguments.
+        """
+        if self._saved is None:
+            return learned, playing
+        packed = self._saved["envs"]
+        same = packed.size > 0 and envs is not None
+        leaves, structure = _leaves_by_name(learned, playing if same else None)
+        for name, leaf in leaves.items():
+            if envs is not None and isinstance(leaf, Handle):
+                leaves[name], _ = restore(leaf, envs.unpack_states(packed))
+                continue
+            found = self._saved.get(name)
+            if found is None or (found.shape, found.itemsize) != (leaf.shape, leaf.dtype.itemsize):
+                raise ValueError(
+                    f"{self.folder / _STATE} has no {name} of shape {leaf.shape} and dtype {leaf.dtype}; "
+                    "resume the run with the options and the program that wrote it"
+                )
+            leaves[name] = jnp.asarray(found.view(leaf.dtype))  # NumPy saves bfloat16 as raw bytes
+        loaded = jax.tree.unflatten(structure, leaves.values())
+        return loaded["learned"], loaded["playing"] if same else playing
+
+    @property
+    def env_steps(self) -> int:
+        """Env steps so far, as of the latest `log`."""
+        return int(self._steps)
+
+    def latest(self, name: str) -> float:
+        """Returns the latest value of a metric; NaN without one."""
+        return float(next((row[name] for row in reversed(self._rows) if name in row), np.nan))
+
     def metrics(self) -> dict[str, NDArray[np.float64]]:
         """Returns the columns of `metrics.csv`, float64 `[num_lines]`; NaN where a line has no value."""
         rows = self._rows
@@ -307,6 +385,102 @@ class Run:
         axes.plot(columns["env_steps"][known], columns["episode_return"][known])
         axes.set(title=self.folder.name, xlabel="env steps", ylabel="mean return of the latest episodes")
         figure.savefig(self.folder / "curve.png", dpi=150)
+
+
+def _leaves_by_name(learned: Any, playing: Any) -> tuple[dict[str, Any], Any]:
+    both = {"learned": learned, "playing": playing}
+    leaves, structure = jax.tree.flatten_with_path(both, is_leaf=lambda node: isinstance(node, Handle))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
+
+
+def option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
+    """Declares a field of a dataclass as a command-line option of `training`.
+
+    Args:
+        default: Value without the option.
+        text: Text for `--help`.
+        kind: Function that converts the text of the option; by default, the type of `default`.
+    """
+    flag = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {}
+    return field(default=default, metadata={"help": text, **(flag or {"type": kind or type(default)})})
+
+
+@contextmanager
+def training(
+    options: type[Options],
+    argv: Sequence[str] | None = None,
+    *,
+    program: str,
+    about: str | None = None,
+    check_env: bool = True,
+) -> Generator[tuple[Options, Run]]:
+    """Reads the options of a training program, and opens its run in the folder `runs`.
+
+    At the end of the block it prints the score. After a Ctrl-C or SIGTERM it prints a line, and exits with
+    code 130. Wrong options end the program with a usage error. `--resume RUN` continues a run with its
+    options, except those that are given again.
+
+    Args:
+        options: Dataclass with the options as fields, declared with `option`. It must have `env`, `seed`
+            and `name`, the folder in `runs` or None. `total_steps`, `tensorboard` and `wandb` are passed to
+            `Run`, if they are fields. A ValueError in `__post_init__` becomes a usage error.
+        argv: Words of the command line; by default those of this process.
+        program: Name of the program, for the default name of the folder.
+        about: Description for `--help`.
+        check_env: Whether `env` must be a Gymnasium id.
+
+    Raises:
+        SystemExit: Options are wrong, or a signal ended the run.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+        from jaxvec.logging import option, training
+
+        @dataclass(frozen=True)
+        class Config:
+            env: str = option("CartPole-v1", "Gymnasium id")
+            total_steps: int = option(100, "env steps")
+            seed: int = option(0, "random seed")
+            name: str | None = option(None, "name of the folder in runs", str)
+
+        with training(Config, ["--total-steps", "3"], program="mine") as (config, run), run.signals():
+            run.log(3, episode_return=1.0)  # or train until `run.stopping()`, and call `run.save`
+        print((run.folder / "config.json").exists())  # True
+        ```
+    """
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=defaults)
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    for each in fields(options):  # pyright: ignore[reportArgumentType]
+        parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
+    try:
+        if resumed := parser.parse_args(argv).resume:  # with its options, except those that are given again
+            parser.set_defaults(**json.loads((resumed / "config.json").read_text())["config"])
+        known = vars(parser.parse_args(argv))
+        del known["resume"]
+        config = options(**known)
+        if check_env:
+            find_spec(known["env"])  # imports its module, as `make` does
+    except (gymnasium.error.Error, OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    default = f"{program}_{known['env'].replace('/', '-')}_{known['seed']}_{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = resumed or Path("runs") / (known["name"] or default)
+    run_options = {name: known.get(name, False) for name in ("tensorboard", "wandb")}
+    run_options |= {"total_steps": known.get("total_steps"), "resume": resumed is not None}
+    try:
+        with Run(folder, known, **run_options) as run:
+            yield config, run
+    except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(130) from None
+    mean, score = run.latest("episode_return"), run.latest("evaluation")
+    score = mean if np.isnan(score) else score
+    steps = f"{run.env_steps:,} env steps"
+    if run.stopped:
+        print(f"stopped after {steps}, score {score:.6g}; continue with --resume {folder}")
+        raise SystemExit(130)
+    print(f"score {score:.6g}, mean return {mean:.1f}, {steps}\nresults are in {folder}")
 
 
 def _versions() -> dict[str, str]:

@@ -96,7 +96,7 @@ def resolve(
         if size is not None:
             raise TypeError("envs_per_instance goes with a callable that makes a gymnasium.vector.VectorEnv")
         # Resolve the id here, because it may be registered in this process only.
-        spec = _find_spec(env) if isinstance(env, str) else env
+        spec = find_spec(env) if isinstance(env, str) else env
         if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
             # Load it, because a worker's `__main__` is another module.
             spec = dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
@@ -124,7 +124,7 @@ def takes(env: Any, name: str) -> bool | None:
 
 def _takes(env: Any, name: str) -> bool | None:
     if isinstance(env, (str, EnvSpec)):
-        entry_point: Any = (_find_spec(env) if isinstance(env, str) else env).entry_point
+        entry_point: Any = (find_spec(env) if isinstance(env, str) else env).entry_point
         env = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     # A class with `**kwargs` usually passes them to one of its bases.
     if any(name in _parameters(each) for each in (env.__mro__ if isinstance(env, type) else (env,))):
@@ -186,7 +186,7 @@ def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _find_spec(env_id: str) -> EnvSpec:
+def find_spec(env_id: str) -> EnvSpec:
     """Returns the `EnvSpec` of an id. As in `gymnasium.make`, `module:` and the version are optional."""
     module, _, name = env_id.rpartition(":")
     if module:

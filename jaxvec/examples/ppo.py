@@ -11,13 +11,8 @@ legal Discrete actions. Each run has a folder in `runs`. Ctrl-C ends a run after
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,17 +25,10 @@ import optax
 from flax import linen as nn
 from flax import serialization
 from gymnasium import Space, spaces
-from gymnasium.envs.registration import EnvSpec
 
 import jaxvec
-from jaxvec.logging import Episodes, Run
+from jaxvec.logging import Episodes, Run, option, training
 from jaxvec.normalize import RunningMeanStd
-
-
-def option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
-    """Declares a command-line option. `kind` converts its text; by default, the type of `default` does."""
-    flag = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {}
-    return field(default=default, metadata={"help": text, **(flag or {"type": kind or type(default)})})
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,6 @@ class Config:
     entropy_weight: float = option(0.005, "weight of the entropy bonus")
     value_weight: float = option(0.5, "weight of the value loss")
     max_grad_norm: float = option(0.5, "maximum norm of the gradient")
-    scale_by_return: bool = option(False, "divide rewards by the standard deviation of discounted returns")
     mask_info: bool = option(False, "read the legal actions from the info action_mask")
     stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
     save_every: int = option(100, "updates between two saves, each with an evaluation")
@@ -100,14 +87,12 @@ class Policy:
         else:
             raise SystemExit(f"this PPO takes Discrete and float Box actions, not {space}")
 
-    def sample(self, outputs: jax.Array, key: jax.Array) -> jax.Array:
+    def sample(self, outputs: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Samples actions or, without a key, returns the most probable ones."""
         if self.discrete:
-            return jax.random.categorical(key, outputs)
+            return outputs.argmax(-1) if key is None else jax.random.categorical(key, outputs)
         mean, log_std = jnp.split(outputs, 2, axis=-1)
-        return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
-
-    def best(self, outputs: jax.Array) -> jax.Array:
-        return outputs.argmax(-1) if self.discrete else jnp.split(outputs, 2, axis=-1)[0]
+        return mean if key is None else mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
     def evaluate(self, outputs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the log-density of the action (before it is clipped) and the entropy, `[...]` in nats."""
@@ -220,11 +205,16 @@ class State(NamedTuple):
     params: Any
     opt_state: Any
     obs_stats: RunningMeanStd  # [size], of the vector
-    reward_stats: RunningMeanStd  # []
-    discounted: jax.Array  # [num_envs] float32, discounted returns of the running episodes
+    return_stats: RunningMeanStd  # [], of discounted returns
     episodes: Episodes
+
+
+class Playing(NamedTuple):
+    """State of the running episodes between two updates."""
+
     handle: jaxvec.Handle
     obs: Obs  # [num_envs, ...]
+    discounted: jax.Array  # [num_envs] float32, discounted returns so far
 
 
 class Steps(NamedTuple):
@@ -238,9 +228,7 @@ class Steps(NamedTuple):
     reward: jax.Array  # [num_envs] float32
     terminated: jax.Array  # [num_envs] bool
     done: jax.Array  # [num_envs] bool
-
-
-Metrics = dict[str, jax.Array]
+    discounted: jax.Array  # [num_envs] float32, discounted return of the episode so far
 
 
 def advantages(config: Config, steps: Steps) -> jax.Array:
@@ -253,16 +241,6 @@ def advantages(config: Config, steps: Steps) -> jax.Array:
         return advantage, advantage
 
     return jax.lax.scan(add, jnp.zeros_like(steps.value[0]), (surprise, steps.done), reverse=True)[1]
-
-
-def discount(gamma: float, before: Any, reward: Any, done: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the discounted returns of the running episodes: after the last step, and after each step."""
-
-    def add(total: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total = gamma * total + now[0]
-        return jnp.where(now[1], 0, total), total
-
-    return jax.lax.scan(add, before, (reward, done))
 
 
 class Agent:
@@ -287,20 +265,20 @@ class Agent:
         """Returns the policy's outputs `[..., num_outputs]` and the values `[...]`."""
         return self.network.apply(params, obs._replace(vector=stats.normalize(obs.vector)))
 
-    def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> State:
-        """Returns the initial state, given the `handle` and `timestep` of a reset."""
+    def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Playing]:
+        """Returns the initial states, given the `handle` and `timestep` of a reset."""
         obs = self.encode(timestep.obs, timestep.info)
         params = self.network.init(jax.random.key(self.config.seed), obs)
         stats = RunningMeanStd.create(obs.vector[0], count=0), RunningMeanStd.create(0.0, count=0)
-        zeros = jnp.zeros(self.config.num_envs)
-        start = self.optimizer.init(params), *stats, zeros, Episodes.create()
-        return State(jnp.int32(0), params, *start, handle, obs)
+        state = State(jnp.int32(0), params, self.optimizer.init(params), *stats, Episodes.create())
+        return state, Playing(handle, obs, jnp.zeros(self.config.num_envs))
 
-    def collect(self, state: State, key: jax.Array) -> tuple[State, Steps]:
+    def collect(self, state: State, playing: Playing, key: jax.Array) -> tuple[Playing, Episodes, Steps]:
+        """Plays `num_steps` steps in every env."""
         act = partial(self.apply, state.params, state.obs_stats)
 
         def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
-            handle, episodes, obs = carry
+            (handle, obs, discounted), episodes = carry
             outputs, value = act(obs)
             action = self.policy.sample(outputs, key)
             log_prob, _ = self.policy.evaluate(outputs, action)
@@ -310,15 +288,16 @@ class Agent:
             # of its own last observation is needed only if it was truncated, which is rare.
             final = self.encode(info["final_obs"], info)
             last = jax.lax.cond(truncated.any(), lambda: act(final)[1], lambda: jnp.zeros_like(value))
-            ends = terminated, terminated | truncated
-            steps = Steps(obs, action, log_prob, value, last, reward, *ends)
-            return (handle, episodes.add(timestep), self.encode(timestep.obs, info)), steps
+            done, discounted = terminated | truncated, self.config.gamma * discounted + reward
+            steps = Steps(obs, action, log_prob, value, last, reward, terminated, done, discounted)
+            playing = Playing(handle, self.encode(timestep.obs, info), jnp.where(done, 0, discounted))
+            return (playing, episodes.add(timestep)), steps
 
         keys = jax.random.split(key, self.config.num_steps)
-        (handle, *rest), steps = jax.lax.scan(play, (state.handle, state.episodes, state.obs), keys)
-        state = state._replace(handle=handle, episodes=rest[0], obs=rest[1])
-        following = jnp.concatenate([steps.value[1:], act(state.obs)[1][None]])
-        return state, steps._replace(next_value=jnp.where(steps.done, steps.next_value, following))
+        (playing, episodes), steps = jax.lax.scan(play, (playing, state.episodes), keys)
+        following = jnp.concatenate([steps.value[1:], act(playing.obs)[1][None]])
+        steps = steps._replace(next_value=jnp.where(steps.done, steps.next_value, following))
+        return playing, episodes, steps
 
     def loss(self, params: Any, stats: RunningMeanStd, steps: Steps, advantage: Any, target: Any) -> Any:
         """Returns PPO's loss of a minibatch, `[]` float32, and its parts."""
@@ -329,29 +308,23 @@ class Agent:
         gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage).mean()
         error, entropy = 0.5 * jnp.square(value - target).mean(), entropy.mean()
         total = self.config.value_weight * error - gain - self.config.entropy_weight * entropy
-        kl = jnp.mean(ratio - 1 - log_ratio)
-        return total, {"policy_loss": -gain, "value_loss": error, "entropy": entropy, "kl": kl}
+        metrics = {"policy_loss": -gain, "value_loss": error, "entropy": entropy}
+        return total, metrics | {"kl": jnp.mean(ratio - 1 - log_ratio)}
 
-    def update(self, state: State) -> tuple[State, Metrics]:
+    def update(self, state: State, playing: Playing) -> tuple[State, Playing, dict[str, jax.Array]]:
         """Collects steps and learns from them, once. Also returns metrics, `[]` float32."""
         config, stats = self.config, state.obs_stats
         # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
         play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
-        state, steps = self.collect(state, play_key)
-        discounted, so_far = discount(config.gamma, state.discounted, steps.reward, steps.done)
-        if config.scale_by_return:
-            reward_stats = state.reward_stats.update(so_far)
-            steps = steps._replace(reward=reward_stats.scale(steps.reward))
-        else:  # to values of about 1: a value is a sum of about 1 / (1 - gamma) similar rewards
-            reward_stats = state.reward_stats.update(steps.reward)
-            square = reward_stats.mean**2 + reward_stats.var + 1e-8
-            steps = steps._replace(reward=steps.reward * jnp.sqrt(max(1 - config.gamma, 1e-3) / square))
+        playing, episodes, steps = self.collect(state, playing, play_key)
+        return_stats = state.return_stats.update(steps.discounted)
+        steps = steps._replace(reward=return_stats.scale(steps.reward))
         advantage = advantages(config, steps)
         target = advantage + steps.value
         scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (steps, scaled, target))
 
-        def descend(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], Metrics]:
+        def descend(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], Any]:
             params, opt_state = carry
             minibatch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), rows)
             gradient, metrics = jax.grad(self.loss, has_aux=True)(params, stats, *minibatch)
@@ -363,169 +336,83 @@ class Agent:
         (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
         metrics = jax.tree.map(jnp.mean, metrics)
         metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
-        state = state._replace(number=state.number + 1, params=params, opt_state=opt_state)
         obs_stats = stats.update(steps.obs.vector)
-        return state._replace(obs_stats=obs_stats, reward_stats=reward_stats, discounted=discounted), metrics
+        state = State(state.number + 1, params, opt_state, obs_stats, return_stats, episodes)
+        return state, playing, metrics
 
-    def train(self, run: Run, state: State, until: jax.Array) -> tuple[State, jax.Array]:
+    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
         """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
         goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
 
-        def body(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            state, metrics = self.update(carry[0])
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, playing, metrics = self.update(*carry[:2])
             means = state.episodes.means()
             run.log(state.number * self.config.steps_per_update, **means, **metrics)
-            return state, run.stopping() | (means["episode_return"] >= goal)
+            return state, playing, run.stopping() | (means["episode_return"] >= goal)
 
-        carry = state, jnp.bool_(False)
-        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[1], body, carry)
+        carry = state, playing, jnp.bool_(False)
+        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
 
     def evaluate(self, params: Any, stats: RunningMeanStd, handle: Any, timestep: Any) -> jax.Array:
         """Plays an episode in each env with the most probable actions. Returns the mean return."""
 
         def unfinished(carry: Any) -> jax.Array:
-            return jnp.isnan(carry[2]).any() & (carry[3] < self.config.eval_steps)
+            _, timestep, number = carry
+            return ~(timestep.terminated | timestep.truncated).all() & (number < self.config.eval_steps)
 
         def body(carry: Any) -> Any:
-            handle, timestep, returns, number = carry
+            handle, timestep, number = carry
             outputs, _ = self.apply(params, stats, self.encode(timestep.obs, timestep.info))
-            handle, timestep = jaxvec.step(handle, self.policy.to_env(self.policy.best(outputs)))
-            first = jnp.isnan(returns) & (timestep.terminated | timestep.truncated)
-            return handle, timestep, jnp.where(first, timestep.info["episode_return"], returns), number + 1
+            return *jaxvec.step(handle, self.policy.to_env(self.policy.sample(outputs, None))), number + 1
 
-        start = handle, timestep, jnp.full(self.config.eval_envs, jnp.nan), 0
-        _, timestep, returns, _ = jax.lax.while_loop(unfinished, body, start)
-        return jnp.where(jnp.isnan(returns), timestep.info["episode_return"], returns).mean()
+        _, timestep, _ = jax.lax.while_loop(unfinished, body, (handle, timestep, 0))
+        return timestep.info["episode_return"].mean()
 
 
-def find_env(env_id: str) -> str | EnvSpec:
-    """Imports the module in an id such as `my_module:MyEnv-v0`, and returns the spec of the env."""
-    module, _, name = env_id.rpartition(":")
-    if module:
-        importlib.import_module(module)
-    try:
-        return gymnasium.spec(name)  # workers need it: the env may be registered in this process only
-    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound):
-        raise
-    except gymnasium.error.Error:
-        return env_id  # such as an id without a version, which gymnasium.make accepts
-
-
-def make_envs(config: Config, num_envs: int, folder: Path | None = None) -> jaxvec.VectorEnv:
-    """Makes the envs. With a `folder`, it films the first ones there."""
-    env, num_films = find_env(config.env), config.video
-    options: dict[str, Any] = {"num_workers": config.num_workers, "states": num_envs}
+def make_envs(config: Config, num_envs: int, videos: Path | None = None, **options: Any) -> jaxvec.VectorEnv:
+    """Makes the envs. With a folder for `videos`, it films the first ones."""
+    options |= {"num_workers": config.num_workers, "states": num_envs}
     options |= {"info": ["action_mask"]} if config.mask_info else {}
-    if folder is None or not num_films:
-        return jaxvec.make(env, num_envs, **options)
-    path = str(folder.absolute() / "videos")
+    if videos is None or not config.video:
+        return jaxvec.make(config.env, num_envs, **options)
+    name = config.env.rpartition(":")[2]
+    spec, num_films, path = gymnasium.registry.get(name, name), config.video, str(videos.absolute())
 
     def film(index: int) -> gymnasium.Env[Any, Any]:  # a worker calls this, and must not import JAX
-        made = gymnasium.make(env, render_mode="rgb_array")
-        if index >= num_films:
-            return made
-        return gymnasium.wrappers.RecordVideo(made, path, name_prefix=f"env_{index}", disable_logger=True)
+        env = gymnasium.make(spec, render_mode="rgb_array")
+        options: Any = {"name_prefix": f"env_{index}", "disable_logger": True}
+        return gymnasium.wrappers.RecordVideo(env, path, **options) if index < num_films else env
 
     return jaxvec.make(film, num_envs, **options)
 
 
-class Result(NamedTuple):
-    """Result of a run."""
-
-    score: float  # mean return of the last evaluation
-    mean_return: float  # of the latest 100 episodes; NaN if none ended
-    env_steps: int
-    folder: Path
-
-
-def train(config: Config, folder: Path, *, resume: bool = False) -> Result:
+def train(config: Config, run: Run) -> None:
     """Trains, or continues a run, and writes its folder."""
-    with make_envs(config, config.num_envs, folder) as envs, make_envs(config, config.eval_envs) as eval_envs:
+    make, videos = partial(make_envs, config), run.folder / "videos"
+    once: Any = {"autoreset_mode": "EPISODIC"}  # each env plays one episode
+    with make(config.num_envs, videos) as envs, make(config.eval_envs, **once) as eval_envs:
         agent = Agent(config, envs)
-        state = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
-        if resume:
-            state = load(folder, state, envs)
-        before = int(state.number) * config.steps_per_update if resume else None
-        total = config.num_updates * config.steps_per_update
-        writers = {"tensorboard": config.tensorboard, "wandb": config.wandb}
-        with (
-            Run(folder, asdict(config), total_steps=total, resume_at=before, **writers) as run,
-            run.signals(),
-        ):
+        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
+        state, playing = run.load(state, playing, envs)
+        program, evaluate = jax.jit(partial(agent.train, run)), jax.jit(agent.evaluate)
+        with run.signals():
             run.show("compiling")
-            program, evaluate = jax.jit(partial(agent.train, run)), jax.jit(agent.evaluate)
-            stop, score = False, np.nan
+            stop = False
             while state.number < config.num_updates and not stop:
                 until = jnp.minimum(state.number + config.save_every, config.num_updates)
-                state, stop = jax.block_until_ready(program(state, until))
-                save(run, state, envs)
+                state, playing, stop = jax.block_until_ready(program(state, playing, until))
+                run.save(state, playing, envs)
+                learned = {"params": state.params, "stats": vars(state.obs_stats)}
+                run.write("params.msgpack", serialization.to_bytes(learned))
                 start = jaxvec.reset(eval_envs, seed=config.seed + 10_000)
-                score = float(evaluate(state.params, state.obs_stats, *start))
+                score = evaluate(state.params, state.obs_stats, *start)
                 run.log(state.number * config.steps_per_update, evaluation=score)
-        steps = int(state.number) * config.steps_per_update
-        if run.stopped:
-            print(f"stopped after {steps:,} env steps, score {score:.6g}; continue with --resume {folder}")
-            raise SystemExit(130)
-        return Result(score, float(state.episodes.means()["episode_return"]), steps, folder)
 
 
-def save(run: Run, state: State, envs: jaxvec.VectorEnv) -> None:
-    """Writes `params.msgpack`, the parameters and statistics, and `state.msgpack`, from which runs resume."""
-    try:
-        packed = envs.pack_states()
-    except jaxvec.EnvStateError:  # an env has a state that cannot be saved, so new episodes start
-        packed = np.zeros(0, np.uint8)
-    learned = {"params": state.params, "stats": vars(state.obs_stats)}
-    run.write("params.msgpack", serialization.to_bytes(learned))
-    leaves = jax.tree.leaves((state._replace(handle=()), packed))
-    run.write("state.msgpack", serialization.to_bytes(list(map(np.asarray, leaves))))
-
-
-def load(folder: Path, state: State, envs: jaxvec.VectorEnv) -> State:
-    """Returns the state that `save` wrote. The arguments are those of a new run."""
-    leaves, structure = jax.tree.flatten((state._replace(handle=()), np.zeros(0, np.uint8)))
-    leaves = serialization.from_bytes(leaves, (folder / "state.msgpack").read_bytes())
-    saved, packed = jax.tree.unflatten(structure, map(jnp.asarray, leaves))
-    if not packed.size:
-        zeros = jnp.zeros_like(state.discounted)
-        return saved._replace(handle=state.handle, obs=state.obs, discounted=zeros)
-    handle, _ = jaxvec.restore(state.handle, envs.unpack_states(packed))
-    return saved._replace(handle=handle)
-
-
-def parse(argv: Sequence[str] | None, kind: type[Config], program: str) -> tuple[Config, Path, bool]:
-    """Returns the options, the folder of the run, and whether to resume it."""
-    parser = argparse.ArgumentParser(
-        description="Train PPO on a Gymnasium env.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
-    for each in fields(kind):
-        parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
-    try:
-        if resume := parser.parse_args(argv).resume:  # with its options, except those that are given again
-            parser.set_defaults(**json.loads((resume / "config.json").read_text())["config"])
-        given = vars(parser.parse_args(argv))
-        config = kind(**{name: value for name, value in given.items() if name != "resume"})
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    try:
-        find_env(config.env)
-    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound, ImportError) as error:
-        parser.error(str(error))
-    name = f"{program}_{config.env.replace('/', '-')}_{config.seed}_{time.strftime('%Y%m%d-%H%M%S')}"
-    return config, resume or Path("runs") / (config.name or name), resume is not None
-
-
-def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> Result:
-    config, folder, resume = parse(argv, kind, program)
-    try:
-        result = train(config, folder, resume=resume)
-    except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-    print(f"score {result.score:.6g}, mean return {result.mean_return:.1f}, {result.env_steps:,} env steps")
-    print(f"results are in {folder}")
-    return result
+def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> Run:
+    with training(kind, argv, program=program, about="Train PPO on a Gymnasium env.") as (config, run):
+        train(config, run)
+    return run
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from jaxvec import _util
 from jaxvec.examples import ppo
-from jaxvec.examples.ppo import Result, option
+from jaxvec.logging import Run, option
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class Config(ppo.Config):
     num_minibatches: int = option(32, "gradient steps per pass")
     lr: float = option(3e-4, "learning rate, falling linearly to 0")
     entropy_weight: float = option(0.0, "weight of the entropy bonus")
-    scale_by_return: bool = option(True, "divide rewards by the standard deviation of discounted returns")
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
+def main(argv: Sequence[str] | None = None) -> Run:
     if find_spec("mujoco") is None:
         raise SystemExit(f"this example needs mujoco: {_util.install_command('mujoco')}")
     return ppo.main(argv, Config, "ppo_mujoco")

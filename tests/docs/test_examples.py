@@ -1,5 +1,10 @@
 """The example programs, at sizes that take seconds."""
 
+import csv
+import json
+import os
+import signal
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,7 +23,6 @@ import pytest
 import sac
 import search
 import shared_ppo
-import shared_replay
 import shared_training
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
@@ -35,13 +39,10 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        (dqn, "--num-steps 50 --learn-after 200"),
-        (sac, "--num-steps 50 --learn-after 200 --gradient-steps 1"),
-        (ppo_recurrent, "--num-steps 50 --num-minibatches 2"),
         (impala, "--num-steps 50 --num-workers 2 --mean-delay 0.0001"),
         (impala, "--num-steps 50 --num-actors 0"),
     ],
-    ids=["dqn", "sac", "ppo_recurrent", "impala", "impala without threads"],
+    ids=["impala", "impala without threads"],
 )
 @pytest.mark.nightly
 def test_other_programs_train_report_and_plot(program, options, capsys):
@@ -53,6 +54,53 @@ def test_other_programs_train_report_and_plot(program, options, capsys):
     assert (
         f"mean return {result.mean_return:.1f} of the last {result.num_episodes}" in capsys.readouterr().out
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (dqn, "--learn-after 200"),
+        (sac, "--learn-after 200 --gradient-steps 1"),
+        (ppo_recurrent, "--num-minibatches 2"),
+    ],
+    ids=["dqn", "sac", "ppo_recurrent"],
+)
+def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
+    words = [*options.split(), *["--num-envs", "4", "--num-steps", "50", "--total-steps", "900"]]
+    words += ["--num-workers", "1", "--save-every", "2", "--name"]
+    whole = program.main([*words, "whole"])
+    assert whole.env_steps == 1000
+    rows = list(csv.DictReader(Path("runs/whole/metrics.csv").read_text().splitlines()))
+    assert [row["env_steps"] for row in rows] == ["200", "400", "600", "800", "1000"]
+    assert {"seconds", "steps_per_second", "episode_return", "episode_length"} < {*rows[0]}
+    assert json.loads(Path("runs/whole/config.json").read_text())["config"]["num_envs"] == 4
+    half = program.main([*words, "half", "--stop-at", "-1e9"])
+    assert half.env_steps < 1000
+    resumed = program.main(["--resume", "runs/half", "--stop-at", "1e9"])
+    assert resumed.env_steps == 1000
+    for file in ("params.msgpack", "state.npz"):
+        assert Path("runs/half", file).read_bytes() == Path("runs/whole", file).read_bytes()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent"])
+def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
+    """A copy needs none of the other files, and writes its folder when it is interrupted."""
+    source = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    Path("copy.py").write_text(source.read_text())
+    words = [sys.executable, "copy.py", "--num-workers", "1", "--total-steps", "100000000", "--name", "a"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, **pipes) as program:
+        assert program.stderr.readline() == "compiling\n"
+        assert "steps/s" in program.stderr.readline()
+        os.kill(program.pid, signal.SIGTERM)
+        out, err = program.communicate(timeout=200)
+    assert program.returncode == 130, err
+    assert "Traceback" not in err
+    assert out.startswith("stopped after ")
+    assert out.endswith("continue with --resume runs/a\n")
+    assert {"metrics.csv", "params.msgpack", "state.npz"} < {path.name for path in Path("runs/a").iterdir()}
 
 
 def test_atari_trains_reports_and_plots(monkeypatch, capsys):
@@ -151,25 +199,20 @@ def test_atari_halves_learn_from_the_results_gymnasium_returns():
     assert min(lost, cut) > 3
 
 
-class Counting:
-    """An algorithm whose actions and knowledge are how often it was asked."""
+class Counting(dqn.Agent):
+    """An agent whose actions depend on the step, and which counts its gradient steps."""
 
-    def init(self, obs, key):
-        return jnp.int32(0)
-
-    def act(self, learned, obs, progress, key):
+    def act(self, params, obs, progress, key):
         return jnp.round(progress * 24).astype(jnp.int32).repeat(len(obs)) % 2
 
-    def to_env(self, action):
-        return action
-
-    def descend(self, learned, batch, key):
-        return learned + 1
+    def learn(self, state, key):
+        count = state.learned.opt_state + self.config.gradient_steps
+        return state.learned._replace(opt_state=count), jnp.float32(0)
 
 
 def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
     """A limit of four steps truncates; a pole that falls, and ends an episode, takes longer."""
-    config = shared_replay.ReplayOptions(
+    config = dqn.Config(
         num_envs=2, num_steps=24, total_steps=48, batch_size=2, learn_after=20, gradient_steps=3
     )
     make = {"max_episode_steps": 4}
@@ -186,28 +229,26 @@ def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
         expected.append((obs, action, reward, within, terminated))
         obs = after
     with jaxvec.make("CartPole-v1", 2, **make) as envs:
-        handle, timestep = jaxvec.reset(envs, seed=3)
-        program = jax.jit(lambda *args: shared_replay.train(Counting(), config, lambda _: None, *args))
-        state, _, _ = program(handle, timestep, jax.random.key(0))
-        jax.effects_barrier()
+        agent = Counting(config, envs.single_observation_space, envs.single_action_space)
+        state, playing = agent.begin(*jaxvec.reset(envs, seed=3))
+        state = state._replace(learned=state.learned._replace(opt_state=jnp.int32(0)))
+        state, _, _ = jax.jit(agent.update)(state, playing)
     kept = state.buffer.experience
-    for name, value in zip(shared_replay.Transition._fields, zip(*expected, strict=True), strict=True):
+    for name, value in zip(dqn.Transition._fields, zip(*expected, strict=True), strict=True):
         np.testing.assert_array_equal(getattr(kept, name)[0, :48], np.concatenate(value), name)
-    assert state.learned == 3 * (24 - 20 // 2 + 1)
+    assert state.learned.opt_state == 3 * (24 - 20 // 2 + 1)
 
 
 def ends_and_goes_on(loss, action):
     """Returns losses of a transition that ended, and of one that differs from it in nothing else."""
     obs, reward = jnp.ones((1, 3)), jnp.float32([2.0])
-    return [
-        loss(shared_replay.Transition(obs, action, reward, obs, jnp.array([ended])))
-        for ended in (True, False)
-    ]
+    return [loss(dqn.Transition(obs, action, reward, obs, jnp.array([ended]))) for ended in (True, False)]
 
 
 def test_dqn_s_targets_go_on_where_an_episode_was_only_truncated():
     network = SimpleNamespace(apply=lambda params, obs: jnp.full((len(obs), 2), params))
-    algorithm = dqn.Dqn(dqn.Config(gamma=0.5), 0, network, None)
+    algorithm = dqn.Agent(dqn.Config(gamma=0.5), spaces.Box(0, 1, (3,)), spaces.Discrete(2))
+    algorithm.network = network
     losses = ends_and_goes_on(partial(algorithm.loss, 0.0, jnp.float32(5)), jnp.zeros(1, jnp.int32))
     assert losses == [pytest.approx(0.5), pytest.approx(1 + 2.5 - 0.5)]  # Huber's
 
@@ -215,7 +256,8 @@ def test_dqn_s_targets_go_on_where_an_episode_was_only_truncated():
 def test_sac_s_targets_go_on_where_an_episode_was_only_truncated():
     policy = SimpleNamespace(apply=lambda params, obs: jnp.zeros((len(obs), 2)))
     critic = SimpleNamespace(apply=lambda params, inputs: jnp.full((len(inputs), 1), params))
-    algorithm = sac.Sac(sac.Config(gamma=0.5), spaces.Box(-2, 2, (1,)), policy, critic, None)
+    algorithm = sac.Agent(sac.Config(gamma=0.5), spaces.Box(0, 1, (3,)), spaces.Box(-2, 2, (1,)))
+    algorithm.policy, algorithm.critic = policy, critic
     weights = sac.Weights((), jnp.zeros(2), jnp.float32(-100))  # no weight on entropy
     loss = partial(algorithm.loss, weights, jnp.full(2, 5.0), key=KEY)
     ended, went_on = ends_and_goes_on(loss, jnp.zeros((1, 1)))
@@ -227,30 +269,25 @@ def test_what_a_memory_is_trained_on_is_what_it_did():
     """Else ratios of probabilities would not begin at 1. Episodes end within the sequence."""
     config = ppo_recurrent.Config(num_envs=4, num_steps=60, num_minibatches=1)
     with jaxvec.make("CartPole-v1", 4) as envs:
-        agent = ppo_recurrent.make_agent(config, envs)
+        agent = ppo_recurrent.Agent(config, envs.single_observation_space, envs.single_action_space)
         handle, timestep = jaxvec.reset(envs, seed=1)
-        obs = agent.encode(timestep.obs)
-        assert obs.tolist() == timestep.obs[:, [0, 2]].tolist()
+        state, playing = agent.begin(handle, timestep)
+        assert playing.obs.tolist() == timestep.obs[:, [0, 2]].tolist()
         memory = jax.random.normal(KEY, (4, config.num_units))
-        params = agent.network.init(KEY, memory, obs)
-        stats = ppo_recurrent.RunningMeanStd.create(obs[0], count=0).update(obs)
-        state = ppo_recurrent.State(params, (), stats, handle, obs, memory, ppo_recurrent.Returns.create())
-        state, steps = jax.jit(partial(ppo_recurrent.collect, agent))(state, KEY)
+        state = state._replace(obs_stats=state.obs_stats.update(playing.obs))
+        _, _, steps = jax.jit(agent.collect)(state, playing._replace(memory=memory), KEY)
         assert steps.done.any()
+
+    def log_prob(done):
+        logits, _ = agent.outputs(state.params, memory, steps._replace(done=done))
+        return ppo_recurrent.evaluate(logits, steps.action)[0]
+
+    np.testing.assert_allclose(log_prob(steps.done), steps.log_prob, atol=1e-5)
+    # The test sees a memory that was not emptied.
+    assert np.abs(log_prob(jnp.zeros_like(steps.done)) - steps.log_prob).max() > 1e-4
     zeros = jnp.zeros_like(steps.reward)
-    seen = []
-
-    def evaluate(logits, action):
-        seen.append(agent.policy.evaluate(logits, action)[0])
-        return seen[-1], zeros
-
-    policy = SimpleNamespace(evaluate=evaluate)
-    watched = SimpleNamespace(config=config, network=agent.network, policy=policy)
-    batch = shared_ppo.Batch(steps.obs, steps.action, zeros, zeros, zeros)
-    ppo_recurrent.loss(watched, params, memory, steps.done, batch)
-    np.testing.assert_allclose(seen[0], steps.log_prob, atol=1e-5)
-    ppo_recurrent.loss(watched, params, memory, zeros > 0, batch)
-    assert np.abs(seen[1] - steps.log_prob).max() > 1e-4  # so the test sees a memory that was not emptied
+    _, metrics = agent.loss(state.params, memory, steps, zeros, zeros)
+    assert abs(metrics["kl"]) < 1e-6
 
 
 @pytest.mark.parametrize(

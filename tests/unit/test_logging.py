@@ -105,10 +105,47 @@ def test_a_run_writes_what_compiled_programs_log(tmp_path, capsys):
 
     with pytest.raises(FileExistsError, match="contains a run; choose another name, or resume it"):
         Run(folder)
-    with Run(folder, resume_at=20) as run:
-        run.log(25, loss=1)
-    assert [float(row["env_steps"]) for row in rows_of(folder)] == [10, 20, 25]
+    with pytest.raises(FileNotFoundError):
+        Run(folder, resume=True)  # nothing was saved
     assert json.loads((folder / "config.json").read_text()) == record
+
+
+def test_a_resumed_run_continues_from_its_last_save(tmp_path):
+    folder = tmp_path / "run"
+    with jaxvec.make("CartPole-v1", 3, num_workers=1, states=3) as envs:
+        handle, timestep = jaxvec.reset(envs, seed=0)
+        learned = {"weight": jnp.arange(3, dtype=jnp.bfloat16), "number": jnp.int32(7)}
+        with Run(folder, {"lr": 1}) as run:
+            assert run.load(learned, (handle, timestep.obs), envs)[0] is learned
+            run.log(10, loss=1)
+            run.log(20, loss=2)
+            run.save(learned, (handle, timestep.obs), envs)
+            run.log(30, loss=3)
+            assert run.latest("loss") == 3
+        _, expected = jaxvec.step(handle, jnp.zeros(3, int))
+
+        fresh = jax.tree.map(jnp.zeros_like, learned)
+        handle, timestep = jaxvec.reset(envs, seed=1)
+        with Run(folder, resume=True) as run:
+            loaded, (handle, obs) = run.load(fresh, (handle, timestep.obs), envs)
+            with pytest.raises(
+                ValueError, match=r"has no \['learned'\]\['weight'\] of shape \(4,\) and dtype"
+            ):
+                run.load({**fresh, "weight": jnp.zeros(4, jnp.bfloat16)}, (handle, obs), envs)
+            run.log(25, loss=5)
+        assert jax.tree.all(
+            jax.tree.map(lambda a, b: bool((a == b).all()) and a.dtype == b.dtype, loaded, learned)
+        )
+        np.testing.assert_array_equal(jaxvec.step(handle, jnp.zeros(3, int))[1].obs, expected.obs)
+    assert [float(row["env_steps"]) for row in rows_of(folder)] == [10, 20, 25]
+
+    with Run(folder, resume=True) as run:
+        run.save(learned)
+        run.save(learned, (obs,))
+    with Run(folder, resume=True) as run:
+        loaded, playing = run.load(fresh, "new")
+        assert playing == "new"
+        assert loaded["number"] == 7
 
 
 def test_a_run_writes_events_for_tensorboard(tmp_path):
