@@ -33,7 +33,14 @@ def encrypt(
     )
     try:
         secure.setblocking(False)
-        while (events := _attempt_handshake(secure)) is not None:
+        while True:
+            try:
+                secure.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                events = select.POLLIN
+            except ssl.SSLWantWriteError:
+                events = select.POLLOUT
             if not _poll({secure: events}, max(deadline - time.monotonic(), 0)):
                 raise TimeoutError("the other end did not complete the TLS handshake in time")
     except OSError:
@@ -87,17 +94,6 @@ def _relay(secure: ssl.SSLSocket, plain: socket.socket) -> None:
             # If the network is stuck, data for it may wait forever, so that the end of `plain` is not read.
             if not _poll(wanted, _CHECK_INTERVAL) and _poll({plain: 0}, 0):
                 return
-
-
-def _attempt_handshake(secure: ssl.SSLSocket) -> int | None:
-    """Returns the events to wait for, or `None` after the handshake."""
-    try:
-        secure.do_handshake()
-    except ssl.SSLWantReadError:
-        return select.POLLIN
-    except ssl.SSLWantWriteError:
-        return select.POLLOUT
-    return None
 
 
 def _poll(wanted: dict[socket.socket, int], seconds: float) -> bool:
