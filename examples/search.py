@@ -1,4 +1,4 @@
-r"""Gumbel MuZero search that plans with the envs themselves: no learned model, one `jax.jit`.
+r"""Gumbel MuZero search that plans with the envs themselves: no learned model, one `jax.jit`. One file.
 
     python examples/search.py
     python examples/search.py --env FrozenLake-v1 --env-options '{"is_slippery": false}' \
@@ -6,7 +6,7 @@ r"""Gumbel MuZero search that plans with the envs themselves: no learned model, 
 
 The tree search is mctx's. Its model is `jaxvec.simulate`, which steps copies of the envs from the states in
 the tree. The prior policy is uniform, and the value of a state is the return of a few random steps. So any
-result better than chance comes from the search.
+result better than chance comes from the search. Each run has a folder in `runs`.
 
 The state of an env includes its random generator, so the search foresees random events. That makes no
 difference for envs that are deterministic after their reset, such as CartPole and this lake.
@@ -27,7 +27,6 @@ Mean returns of 8 episodes, printed by these commands with different numbers of 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,15 +37,15 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
-from shared_training import check_env_id, make_parser, option
 
 import jaxvec
-from jaxvec import EnvState, Handle, TimeStep, _util
+from jaxvec import EnvState, Handle, TimeStep
+from jaxvec.logging import Run, option, training
 
 try:
     import mctx
 except ImportError as _error:
-    raise ImportError(f"search.py needs mctx: {_util.install_command('search')}") from _error
+    raise ImportError('this example needs mctx: pip install "mctx>=0.0.71"') from _error
 
 
 @dataclass(frozen=True)
@@ -61,28 +60,28 @@ class Config:
     rollout_steps: int = option(10, "random steps that estimate the value of a node; 0 disables rollouts")
     gamma: float = option(0.99, "discount per step in the search")
     seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+
+    def __post_init__(self) -> None:
+        if min(self.num_envs, self.num_simulations) < 1 or self.rollout_steps < 0:
+            raise ValueError(
+                "the numbers of envs and simulations must be at least 1, of rollout steps at least 0"
+            )
+        if not isinstance(self.make_options, dict):
+            raise ValueError('--env-options must be a JSON object, such as {"is_slippery": false}')
+
+    @property
+    def make_options(self) -> Any:
+        """Further arguments of `gymnasium.make`."""
+        try:
+            return json.loads(self.env_options)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--env-options is not JSON: {error}") from error
 
     @property
     def num_states(self) -> int:
         """Number of states of a search: the nodes, including the root, and their rollouts."""
         return self.num_envs * (1 + self.num_simulations) * (1 + self.rollout_steps)
-
-
-def parse(argv: Sequence[str] | None) -> tuple[Config, dict[str, Any]]:
-    """Returns the options from `argv` or the command line, and the parsed `--env-options`."""
-    about = "Plan with copies of Gymnasium envs: Gumbel MuZero search inside jax.jit."
-    parser = make_parser(Config, "search", about)
-    config = Config(**vars(parser.parse_args(argv)))
-    if min(config.num_envs, config.num_simulations) < 1 or config.rollout_steps < 0:
-        parser.error("the numbers of envs and simulations must be at least 1, of rollout steps at least 0")
-    try:
-        env_options = json.loads(config.env_options)
-    except json.JSONDecodeError as error:
-        parser.error(f"--env-options is not JSON: {error}")
-    if not isinstance(env_options, dict):
-        parser.error('--env-options must be a JSON object, such as {"is_slippery": false}')
-    check_env_id(parser, config.env)
-    return config, env_options
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,8 @@ def play(
     handle: Handle,
     timestep: TimeStep,
     key: jax.Array,
-) -> tuple[Handle, jax.Array]:
-    """Plays one episode in each env. Returns the handle and the episode returns, `[num_envs]` float32.
+) -> TimeStep:
+    """Plays one episode in each env, and returns the last results.
 
     `choose` takes a handle and a key, and returns a handle and actions from 0, `[num_envs]` int32.
     """
@@ -179,8 +178,7 @@ def play(
         handle, timestep = jaxvec.step(handle, action + start)
         return handle, timestep, key
 
-    handle, timestep, _ = jax.lax.while_loop(unfinished, body, (handle, timestep, key))
-    return handle, timestep.info["episode_return"]
+    return jax.lax.while_loop(unfinished, body, (handle, timestep, key))[1]
 
 
 class Result(NamedTuple):
@@ -188,10 +186,9 @@ class Result(NamedTuple):
 
     alone: NDArray[np.float32]  # [num_envs], episode returns of the policy alone
     searched: NDArray[np.float32]  # [num_envs], episode returns with search
-    seconds: float  # duration of the episodes with search, including compilation
 
 
-def run(config: Config, env_options: dict[str, Any]) -> Result:
+def compare(config: Config, run: Run) -> Result:
     """Makes the envs, and plays one episode in each without and one with search, from equal seeds."""
     with jaxvec.make(
         config.env,
@@ -199,31 +196,32 @@ def run(config: Config, env_options: dict[str, Any]) -> Result:
         num_workers=config.num_workers,
         autoreset_mode="EPISODIC",  # finished envs stay idle, also in the tree
         states=config.num_states,
-        **env_options,
+        **config.make_options,
     ) as envs:
         space = envs.single_action_space
         if not isinstance(space, spaces.Discrete):
             raise SystemExit(f"{config.env}: this search takes Discrete actions, not {space}")
         planner = Planner(config, envs, int(space.n), int(space.start))
 
-        def returns(choose: Any) -> NDArray[np.float32]:
+        def returns(choose: Any) -> tuple[NDArray[np.float32], int]:
             handle, timestep = jaxvec.reset(envs, seed=config.seed)
             program = jax.jit(partial(play, choose, planner.start))
-            return np.asarray(program(handle, timestep, jax.random.key(config.seed))[1])
+            timestep = program(handle, timestep, jax.random.key(config.seed))
+            return np.asarray(timestep.info["episode_return"]), int(timestep.info["episode_length"].sum())
 
-        alone = returns(planner.guess)
-        start = time.perf_counter()
-        searched = returns(planner.search)
-        return Result(alone, searched, time.perf_counter() - start)
+        alone, _ = returns(planner.guess)
+        searched, env_steps = returns(planner.search)  # without the steps of copies
+        run.log(env_steps, episode_return=searched.mean(), policy_return=alone.mean())
+        return Result(alone, searched)
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    config, env_options = parse(argv)
-    result = run(config, env_options)
+    about = "Plan with copies of Gymnasium envs: Gumbel MuZero search inside jax.jit."
+    with training(Config, argv, program="search", about=about) as (config, run):
+        result = compare(config, run)
     for name, returns in ("with the policy alone", result.alone), ("with search", result.searched):
         spread = f"from {returns.min():.6g} to {returns.max():.6g}"
         print(f"mean return {returns.mean():.6g} {name}, {spread}, of {config.num_envs} episodes")
-    print(f"{config.num_simulations} simulations per step; {result.seconds:.1f} s including compilation")
     return result
 
 

@@ -121,6 +121,7 @@ class Run:
 
     Attributes:
         folder: Path of the folder.
+        env_steps: Env steps so far, as of the latest `log`.
 
     Example:
         ```python
@@ -189,7 +190,7 @@ class Run:
         if resume:
             self._rewrite()
         before = self._rows[-1] if self._rows else {"env_steps": 0.0, "seconds": 0.0}
-        self._steps, self._seconds = before["env_steps"], before["seconds"]
+        self.env_steps, self._seconds = int(before["env_steps"]), before["seconds"]
         self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
         self._signals: socket.socket | None = None
         self._stopping = False
@@ -212,11 +213,11 @@ class Run:
     def _log(self, env_steps: Any, metrics: Mapping[str, Any]) -> None:
         # This runs inside a host callback, where calls of JAX can deadlock; NumPy is safe.
         steps, seconds = np.asarray(env_steps).item(), time.perf_counter() - self._start
-        rate = (steps - self._steps) / max(seconds - self._seconds, 1e-9)
+        rate = (steps - self.env_steps) / max(seconds - self._seconds, 1e-9)
         row = {"env_steps": steps, "seconds": round(seconds, 3), "steps_per_second": round(rate, 1)}
         row |= {name: np.asarray(value).item() for name, value in metrics.items()}
-        if steps > self._steps:
-            self._steps, self._seconds = steps, seconds
+        if steps > self.env_steps:
+            self.env_steps, self._seconds = int(steps), seconds
             shown = f"{steps:,} steps  {rate:,.0f} steps/s  return {row.get('episode_return', np.nan):.1f}"
             share = min(steps / self._total, 1) if self._total else None  # whole updates may exceed it
             self.show(shown if share is None else f"{share:4.0%}  {shown}", share == 1)
@@ -351,11 +352,6 @@ class Run:
         loaded = jax.tree.unflatten(structure, leaves.values())
         return loaded["learned"], loaded["playing"] if same else playing
 
-    @property
-    def env_steps(self) -> int:
-        """Env steps so far, as of the latest `log`."""
-        return int(self._steps)
-
     def latest(self, name: str) -> float:
         """Returns the latest value of a metric; NaN without one."""
         return float(next((row[name] for row in reversed(self._rows) if name in row), np.nan))
@@ -400,6 +396,12 @@ def option(default: Any, text: str, kind: Callable[[str], Any] | None = None) ->
         default: Value without the option.
         text: Text for `--help`.
         kind: Function that converts the text of the option; by default, the type of `default`.
+
+    Example:
+        ```python
+        lr = jaxvec.logging.option(1e-3, "learning rate")
+        print(lr.default, lr.metadata["help"])  # 0.001 learning rate
+        ```
     """
     flag = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {}
     return field(default=default, metadata={"help": text, **(flag or {"type": kind or type(default)})})
@@ -440,13 +442,12 @@ def training(
         @dataclass(frozen=True)
         class Config:
             env: str = option("CartPole-v1", "Gymnasium id")
-            total_steps: int = option(100, "env steps")
             seed: int = option(0, "random seed")
             name: str | None = option(None, "name of the folder in runs", str)
 
-        with training(Config, ["--total-steps", "3"], program="mine") as (config, run), run.signals():
+        with training(Config, ["--seed", "3"], program="mine") as (config, run), run.signals():
             run.log(3, episode_return=1.0)  # or train until `run.stopping()`, and call `run.save`
-        print((run.folder / "config.json").exists())  # True
+        print(run.env_steps)  # 3
         ```
     """
     defaults = argparse.ArgumentDefaultsHelpFormatter

@@ -336,8 +336,8 @@ class Agent:
         (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
         metrics = jax.tree.map(jnp.mean, metrics)
         metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
-        obs_stats = stats.update(steps.obs.vector)
-        state = State(state.number + 1, params, opt_state, obs_stats, return_stats, episodes)
+        stats = stats.update(steps.obs.vector)
+        state = State(state.number + 1, params, opt_state, stats, return_stats, episodes)
         return state, playing, metrics
 
     def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
@@ -394,10 +394,9 @@ def train(config: Config, run: Run) -> None:
         agent = Agent(config, envs)
         state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
         state, playing = run.load(state, playing, envs)
-        program, evaluate = jax.jit(partial(agent.train, run)), jax.jit(agent.evaluate)
+        program, evaluate, stop = jax.jit(partial(agent.train, run)), jax.jit(agent.evaluate), False
         with run.signals():
             run.show("compiling")
-            stop = False
             while state.number < config.num_updates and not stop:
                 until = jnp.minimum(state.number + config.save_every, config.num_updates)
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))

@@ -415,7 +415,7 @@ class ForkEnv(gymnasium.Env):
 @pytest.mark.jax_version
 def test_search_finds_what_the_policy_alone_does_not(register, capsys):
     register("Fork-v0", ForkEnv, disable_env_checker=True)
-    options = "--env Fork-v0 --num-envs 6 --num-workers 2 --num-simulations 16 --rollout-steps 2"
+    options = "--env Fork-v0 --num-envs 6 --num-workers 2 --num-simulations 16 --rollout-steps 2 --name a"
     result = search.main(options.split())
     assert result.searched.tolist() == [1.0] * 6
     assert result.alone.shape == (6,)
@@ -423,6 +423,10 @@ def test_search_finds_what_the_policy_alone_does_not(register, capsys):
     printed = capsys.readouterr().out
     assert "mean return 1 with search, from 1 to 1, of 6 episodes" in printed
     assert f"mean return {result.alone.mean():.6g} with the policy alone" in printed
+    (row,) = csv.DictReader(Path("runs/a/metrics.csv").read_text().splitlines())
+    assert float(row["episode_return"]) == 1
+    assert float(row["policy_return"]) == pytest.approx(result.alone.mean())
+    assert float(row["env_steps"]) == 6 * 3
 
 
 @pytest.mark.parametrize(
