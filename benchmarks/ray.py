@@ -30,10 +30,11 @@ from benchmarks.__main__ import machine
 
 BATCHES = {"1 kB": 1 << 10, "100 kB": 100 << 10, "2 MB": 2 << 20}
 NUM_ENVS = 8
-PARTS = ("start", "descriptors", "overhead", "grouping", "scaling", "recovery", "rollouts")
+PARTS = ("start", "descriptors", "overhead", "grouping", "scaling", "recovery", "rollouts", "actors")
 STAGE = "stage"  # custom resource of the simulated worker nodes
 ENVS_PER_NODE = 4
 STORE = 100 << 20  # bytes per object store of a node
+PARAMS = np.zeros(1000, np.float32)  # weights of the actors
 
 
 class Busy(gymnasium.Env[Any, Any]):
@@ -281,19 +282,11 @@ def rollouts(rounds: int, times: int) -> Iterator[str]:
     )
     yield "| | CPU time of the driver | steps/s |\n| --- | ---: | ---: |"
 
-    def play(params: Any, handle: Any, timestep: Any, key: Any) -> Any:
-        def step(handle: Any, _: Any) -> Any:
-            return jaxvec.step(handle, jnp.zeros(handle.num_envs, jnp.int32))
-
-        handle, trajectory = jax.lax.scan(step, handle, length=num_steps)
-        return handle, timestep, trajectory
-
+    play = play_steps(num_steps)
     options = {"final_obs": False, "backend": backend}
     with (
         jaxvec.make(env, num_actors * num_envs, num_workers=num_actors, **options) as envs,
-        jaxvec.Rollouts(
-            play, env, num_envs, num_actors=num_actors, params=np.zeros(1000, np.float32), **options
-        ) as actors,
+        jaxvec.Rollouts(play, env, num_envs, num_actors=num_actors, params=PARAMS, **options) as actors,
     ):
         handle, timestep = jaxvec.reset(envs)
         program = jax.jit(play)
@@ -307,7 +300,7 @@ def rollouts(rounds: int, times: int) -> Iterator[str]:
         def from_actors() -> None:
             for _ in range(times * num_actors):
                 jax.block_until_ready(actors.get().trajectory)
-                actors.push(np.zeros(1000, np.float32))
+                actors.push(PARAMS)
 
         runs = {"`make(backend=jaxvec.Ray())`": from_driver, "`jaxvec.Rollouts`": from_actors}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
@@ -327,6 +320,92 @@ def rollouts(rounds: int, times: int) -> Iterator[str]:
         yield f"| {name} | {cpu:,.1f} | {rate:,.0f} |"
     driver, actor = (cpu for cpu, _ in median.values())
     yield f"\nRatio of CPU time: {driver / actor:.1f}"
+
+
+def play_steps(num_steps: int) -> Callable[..., Any]:
+    """Returns a rollout function that takes `num_steps` steps."""
+
+    def play(params: Any, handle: Any, timestep: Any, key: Any) -> Any:
+        def step(handle: Any, _: Any) -> Any:
+            return jaxvec.step(handle, jnp.zeros(handle.num_envs, jnp.int32))
+
+        handle, trajectory = jax.lax.scan(step, handle, length=num_steps)
+        return handle, timestep, trajectory
+
+    return play
+
+
+@ray.remote
+class SyncActor:
+    """An actor without JAX and jaxvec that runs rollouts of Gymnasium's `SyncVectorEnv`."""
+
+    def __init__(self, env: Callable[[], Any], num_envs: int) -> None:
+        self._envs = gymnasium.vector.SyncVectorEnv([env] * num_envs)
+        self._envs.reset(seed=0)
+
+    def run(self, params: Any, num_steps: int) -> Any:
+        action = np.zeros(self._envs.num_envs, np.int32)
+        steps = [self._envs.step(action)[:4] for _ in range(num_steps)]
+        return [np.stack(leaf) for leaf in zip(*steps, strict=True)]
+
+
+class SyncRollouts:
+    """The least that a program without jaxvec does to get rollouts from one actor."""
+
+    def __init__(self, env: Callable[[], Any], num_envs: int, num_steps: int) -> None:
+        self._actor = SyncActor.remote(env, num_envs)
+        self._num_steps = num_steps
+        self.push(PARAMS)
+
+    def push(self, params: Any) -> None:
+        self._pending = self._actor.run.remote(ray.put(params), self._num_steps)
+
+    def get(self) -> Any:
+        return jax.device_put(ray.get(self._pending))
+
+
+def actors(rounds: int, times: int) -> Iterator[str]:
+    """Compares one actor of `jaxvec.Rollouts` with a Ray actor that steps a `SyncVectorEnv`."""
+    yield (
+        "\nEnv steps per second of one actor, as a ratio to a Ray actor with Gymnasium's `SyncVectorEnv` and "
+        "rollouts of 256 steps, and the driver's CPU time in microseconds per env step; medians.\n"
+    )
+    yield "| envs | system | steps per rollout | rollouts per call | ratio | CPU time |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    cases = {"8 no-op envs of 1 kB": (partial(Busy, 1024), 8)}
+    cases["16 CartPoles"] = partial(gymnasium.make, "CartPole-v1"), 16
+    systems = [
+        ("`SyncVectorEnv`", 256, 1),
+        *(("`Rollouts`", *size) for size in ((256, 1), (256, 4), (64, 8), (64, 1))),
+    ]
+    for label, (env, num_envs) in cases.items():
+        with ExitStack() as stack:
+            made: list[Any] = [SyncRollouts(env, num_envs, 256)]
+            for _, num_steps, per_call in systems[1:]:
+                options: Any = {"rollouts_per_call": per_call, "in_flight": 2 * per_call, "final_obs": False}
+                play = play_steps(num_steps)
+                each = jaxvec.Rollouts(play, env, num_envs, num_actors=1, params=PARAMS, **options)
+                made.append(stack.enter_context(each))
+            found: list[list[tuple[float, float]]] = [[] for _ in made]
+            for turn in range(rounds + 1):  # the first round compiles and is not counted
+                for system, (_, num_steps, per_call), results in zip(made, systems, found, strict=True):
+                    for _ in range(2 * per_call):  # those that were finished during other turns
+                        system.get()
+                        system.push(PARAMS)
+                    num_rollouts = max(times // num_steps, 1) * 24
+                    cpu, wall = time.process_time(), time.perf_counter()
+                    for _ in range(num_rollouts):
+                        done = system.get()
+                        jax.block_until_ready(getattr(done, "trajectory", done))
+                        system.push(PARAMS)
+                    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                    if turn:
+                        steps = num_rollouts * num_steps * num_envs
+                        results.append((steps / wall, cpu / steps * 1e6))
+            medians = [[statistics.median(column) for column in zip(*each, strict=True)] for each in found]
+            for (name, *sizes), (rate, cpu) in zip(systems, medians, strict=True):
+                ratio = rate / medians[0][0]
+                yield f"| {label} | {name} | {sizes[0]} | {sizes[1]} | {ratio:.2f} | {cpu:.1f} |"
 
 
 def recovery(rounds: int) -> Iterator[str]:
@@ -369,7 +448,7 @@ def main() -> None:
     print(f"`python -m benchmarks.ray {' '.join(sys.argv[1:])}`".replace(" `", "`"))
     print(f"on {machine()}, ray {ray.__version__}; nodes are simulated on this machine.")
     with cluster(0):
-        for part in (start, descriptors, overhead, grouping, rollouts):
+        for part in (start, descriptors, overhead, grouping, rollouts, actors):
             if part.__name__ in options.parts:
                 print(*part(options.rounds, options.times), sep="\n", flush=True)
     if "scaling" in options.parts:
