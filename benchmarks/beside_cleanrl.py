@@ -112,7 +112,7 @@ class Program:
 def main() -> None:
     """Parses the command line, runs both programs and writes their curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("program", help="name of a program in examples/, or ppo_mujoco")
+    parser.add_argument("program", help="name of a program in examples/, or ppo")
     parser.add_argument("cleanrl_program", help="file in CleanRL's folder `cleanrl`, without .py")
     parser.add_argument("--cleanrl", type=Path, required=True, help="path of a checkout of CleanRL")
     parser.add_argument("--python", required=True, help="interpreter with the dependencies of CleanRL")
@@ -125,8 +125,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     script = args.cleanrl.resolve() / "cleanrl" / f"{args.cleanrl_program}.py"
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(args.cleanrl.resolve())])
-    if args.program in ("ppo", "ppo_mujoco"):
-        jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}"]
+    if args.program == "ppo":
+        jaxvec_command = [sys.executable, "-m", "jaxvec.examples.ppo"]
     else:
         jaxvec_command = [sys.executable, str(_EXAMPLES / f"{args.program}.py")]
         if args.program in ("ppo_atari", "impala", "ippo"):

@@ -675,7 +675,7 @@ class PoolConfig:
                 )
         if self.workers.python is not None and isinstance(self.backend, OtherMachines):
             raise ValueError(
-                "Workers(python=...) needs workers on this machine; a host of workers has its own Python"
+                "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
             )
         if self.workers.recycle is not None and self.spare_envs:
             raise ValueError(
@@ -704,10 +704,8 @@ class PoolConfig:
                 raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
             options = ("env", "init", "preload", "pin", "python", "max_running", "recycle")
             rejected = {f"Workers({name}=...)": getattr(self.workers, name) for name in options}
-            rejected |= {
-                "Workers(output=...)": self.workers.output != "inherit",
-                "spare_envs": self.spare_envs,
-            }
+            rejected["Workers(output=...)"] = self.workers.output != "inherit"
+            rejected["spare_envs"] = self.spare_envs
             _reject('needs worker processes; backend="serial" has none', rejected)
 
     @property

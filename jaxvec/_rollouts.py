@@ -220,11 +220,6 @@ def copy_leaf(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _is_computed(tree: Any) -> bool:
-    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    return all(array.is_ready() for array in arrays)
-
-
 def unpack(structure: bytes, leaves: Leaves) -> Any:
     return jax.tree.unflatten(_load(structure), leaves)
 
@@ -265,6 +260,10 @@ _JOIN_TIMEOUT = 10.0  # seconds for the group's thread to end, with all actors
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
 
 
+# The next rollout of an actor, and the snapshot that it starts with, if there is one.
+Progress: TypeAlias = tuple[int, bytes | None]
+
+
 class GroupOptions(NamedTuple):
     """The options of an actor group; see `Rollouts`. Timeouts are in seconds, or `None`."""
 
@@ -277,13 +276,6 @@ class GroupOptions(NamedTuple):
     rollouts_per_call: int
     policy: Restart | None
     resume: Sequence[Progress]
-
-
-class Progress(NamedTuple):
-    """The next rollout of an actor, and the snapshot that it starts with, if there is one."""
-
-    next_index: int
-    snapshot: bytes | None
 
 
 @dataclass
@@ -442,7 +434,8 @@ class ActorGroup:
     def _publish(self) -> tuple[int, Any]:
         """Returns the newest weights that are computed, and stores them for the actors if they are new."""
         version, params = self.newest
-        if version != self._published[0] and _is_computed(params):
+        arrays: list[Any] = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+        if version != self._published[0] and all(array.is_ready() for array in arrays):
             self._published = version, self._ray.put(pack(params))
         return self._published
 
@@ -835,7 +828,8 @@ class Rollouts:
         nodes.check_place(self._ray, ray_options.of_actor())
         self._max_lag = max_lag
         self._device = device
-        self._version, self._progress = 0, [Progress(0, None)] * most
+        self._version = 0
+        self._progress: list[Progress] = [(0, None)] * most
         self._origin = {"seed": seed, "num_envs": num_envs}
         if resume is not None:
             self._load(resume)
@@ -884,7 +878,7 @@ class Rollouts:
                     raise self._broken
                 continue
             self._actors.release(done.actor)
-            self._progress[done.actor] = Progress(done.index + 1, done.snapshot)
+            self._progress[done.actor] = (done.index + 1, done.snapshot)
             lag = self._version - done.version
             if self._max_lag is None or lag <= self._max_lag:
                 break
@@ -918,7 +912,7 @@ class Rollouts:
         It has the version of the weights, and for each actor the index of its next rollout. With
         `save_states`, it also has the states of its envs. Save it together with the weights.
         """
-        return dumps({**self._origin, "version": self._version, "actors": list(map(tuple, self._progress))})
+        return dumps({**self._origin, "version": self._version, "actors": self._progress})
 
     def stats(self) -> RolloutStats:
         """Returns the counters so far."""
@@ -950,8 +944,7 @@ class Rollouts:
             if found[name] != value:
                 raise ValueError(f"resume: the checkpoint has {name}={found[name]}, not {value}")
         self._version = found["version"]
-        actors = [Progress(*each) for each in found["actors"]]
-        self._progress[: len(actors)] = actors[: len(self._progress)]
+        self._progress = [*found["actors"], *self._progress[len(found["actors"]) :]][: len(self._progress)]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -458,6 +458,8 @@ def training(
     try:
         if resumed := parser.parse_args(argv).resume:  # with its options, except those that are given again
             parser.set_defaults(**json.loads((resumed / "config.json").read_text())["config"])
+            if not (resumed / _STATE).exists():
+                raise ValueError(f"{resumed} has no {_STATE}: the run saved nothing to continue from")
         known = vars(parser.parse_args(argv))
         del known["resume"]
         config = options(**known)

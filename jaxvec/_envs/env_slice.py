@@ -641,7 +641,9 @@ class EnvSlice(Slice):
         actions = [arrays[("simulated", *leaf.path)][part] for leaf in self._spec.action_leaves]
         rows = [arrays[("saved", *leaf.path)] for leaf in self._spec.timestep_leaves]
         with suppress(BaseException):  # as in `try_save`
-            self._simulate(before.tolist(), after, actions, int(self._oldest_state[0]), rows)
+            self._simulate(
+                before.tolist(), after, actions, int(self._oldest_state[0]), rows, after % len(rows[0])
+            )
             self._state_numbers[index] = 0
 
     def simulate_states(
@@ -672,14 +674,13 @@ class EnvSlice(Slice):
         actions: Sequence[NDArray[Any]],
         oldest: int,
         rows: Sequence[NDArray[Any]],
-        places: NDArray[np.int64] | None = None,
+        places: NDArray[np.int64],
     ) -> None:
-        """Steps from states, and writes the time steps to `places` of `rows`, by default those of a table."""
+        """Steps from states, keeps the next ones, and writes the time steps to these places of `rows`."""
         with self._states.evicting(oldest):
             before, states = self._simulator.steps, [self._states[source] for source in sources]
-            where = numbers % len(rows[0]) if places is None else places
             try:
-                after = self._simulator.step(states, actions, rows, where)
+                after = self._simulator.step(states, actions, rows, places)
             finally:
                 self._stats[_stats.SIMULATED] += self._simulator.steps - before
             self._states.add(numbers.tolist(), after)

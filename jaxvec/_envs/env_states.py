@@ -262,8 +262,8 @@ class StatefulEnv:
         Raises:
             EnvStateError: The state is that of an env of another class, or with other wrappers.
         """
-        fits = self._kinds == state.kinds
-        if fits and self._incremental is not None and self._incremental.restore(state.layers):
+        compiled = self._incremental if self._kinds == state.kinds else None
+        if compiled is not None and compiled.restore(state.layers):
             return True
         kinds = self.kinds  # updates the layers
         layers = self._layers

@@ -241,7 +241,7 @@ class Slice(ABC):
         raise self._unsupported("keep states")
 
     def try_simulate(self, slots: NDArray[Any]) -> None:
-        """Steps copies of envs as the segment says at the one slot, and sets its number there to 0.
+        """Steps copies of envs as the segment specifies at the one slot, and sets its number there to 0.
 
         If the number remains, no new states were kept. The parent then requests `simulate_states`.
         """

@@ -147,7 +147,7 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
     yield ("raw_info",), (n,), np.dtype(np.uint8)  # `InfoKind`, written by workers
     yield ("seed",), (n,), np.dtype(np.int64)  # of the next reset; see `_arguments.py`
     # The parent writes the number of the state to save or restore, and the oldest number that it keeps. For a
-    # simulation, `state` is the end of the worker's part of `simulated_before`, which begins at
+    # simulation, `state` is the end of the worker's part of `simulated_before`, which starts at
     # `first_simulated`. The worker writes 0 to `state` when it is done.
     yield ("state",), (n,), np.dtype(np.int64)
     yield ("first_simulated",), (n,), np.dtype(np.int64)
@@ -277,7 +277,6 @@ class Views:
     Attributes:
         seeds: Seeds of the next reset, `[num_envs]`.
         states: Numbers of the states to save or restore, `[num_envs]`, as in the segment.
-        first_simulated: Begin of the part of each worker in a simulation, at one of its envs, `[num_envs]`.
         oldest_state: Number of the oldest state that is kept, `[1]`.
         over: The arrays `terminated` and `truncated`, `[num_envs]`.
         stats: Counters of the workers, `[num_workers, _stats.WIDTH]`.
@@ -287,7 +286,6 @@ class Views:
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
         self.seeds: NDArray[Any] = arrays["seed",]
         self.states: NDArray[Any] = arrays["state",]
-        self.first_simulated: NDArray[Any] = arrays["first_simulated",]
         self.oldest_state: NDArray[Any] = arrays["oldest_state",]
         self.stats: NDArray[Any] = arrays["stats",]
         self.raw_info: NDArray[Any] = arrays["raw_info",]

@@ -50,10 +50,6 @@ class EnvCalls:
         # Index of each env's worker, `[num_envs]`.
         self.worker_of: NDArray[np.int_] = self._starts.searchsorted(self._all, side="right") - 1
 
-    def first_of(self, workers: NDArray[np.int_]) -> NDArray[np.int_]:
-        """Returns the first env of each worker."""
-        return self._starts[workers]
-
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's latest reset or step. Requests only those with entries."""
         with self._holding_workers(Move(Verb.CALL, slots), name="infos"):

@@ -271,7 +271,7 @@ class SavedStates:
         self._first_simulated = arrays["first_simulated",]
         # What a dispatched simulation passes to the workers: states before and after it, and actions.
         self._simulated: list[NDArray[Any]] = []
-        if workers.moves_states and table.rows and not any(leaf.is_object for leaf in spec.action_leaves):
+        if table.rows and workers.moves_states and not any(leaf.is_object for leaf in spec.action_leaves):
             leaves = [("simulated", *leaf.path) for leaf in spec.action_leaves]
             paths = ("simulated_before",), ("simulated_after",), *leaves
             self._simulated = [arrays[path] for path in paths]
@@ -454,7 +454,7 @@ class SavedStates:
         """
         counts = np.bincount(workers)
         involved, stops = np.flatnonzero(counts), counts.cumsum()
-        slots = self._env_calls.first_of(involved)
+        slots = self._worker_of.searchsorted(involved)  # the first env of each
         order = index_of(np.argsort(workers, kind="stable"))  # a slice, if they are in order
         values = [array[order] for array in (sources, numbers, *actions)]
         self._write_simulation(slots, (stops - counts)[involved], values)

@@ -9,6 +9,7 @@ import logging
 import ssl
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from jaxvec._config import OtherMachines, PoolConfig, check_count
 from jaxvec._memory.segment import split_evenly
@@ -41,7 +42,7 @@ def check_key(key: bytes) -> bytes:
     return key
 
 
-class Remote(OtherMachines):
+class Remote(AbstractContextManager["Remote"], OtherMachines):
     """A listener for worker hosts on other machines, for `make(backend=...)`. It needs no Ray.
 
     A host is a process `python -m jaxvec worker --connect HOST:PORT --key-file FILE`. It dials in, and serves
@@ -90,9 +91,6 @@ class Remote(OtherMachines):
         self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.close: Callable[[], object] = weakref.finalize(self, self._listener.close)
         _logger.info("waiting for worker hosts at %s", self.address)
-
-    def __enter__(self) -> Remote:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,12 +17,9 @@ from jaxvec._remote.remote import check_key, parse_address
 _DETAILS = """\
 The command connects to the pool, and serves envs until the pool closes (exit code 0). If the connection is
 lost, or the pool needs another version, the exit code is 1; start the command again to dial in again.
-
 The key file has the same content as the key of jaxvec.Remote. Whoever has the key can run code here.
 
-examples:
-  python -m jaxvec worker --connect learner.example.org:7777 --key-file key.txt
-  python -m jaxvec worker --connect 10.0.0.5:7777 --key-file /run/secrets/key --envs 64"""
+example: python -m jaxvec worker --connect learner.example.org:7777 --key-file key.txt --envs 64"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,9 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--wait", metavar="SECONDS", type=float, default=60, help="time to reach the pool (default 60)"
     )
-    parser.add_argument(
-        "--tls-ca", metavar="FILE", help="certificate, or its authority, of a pool with an ssl_context"
-    )
+    parser.add_argument("--tls-ca", metavar="FILE", help="certificate of the pool, or of its authority")
     options = parser.parse_args(argv)
     try:
         address, key = parse_address(options.connect), check_key(options.key_file.read_bytes())

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import ppo_atari
+import ppo_mujoco
 import ppo_recurrent
 import pytest
 import sac
@@ -28,7 +29,6 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec.examples import ppo_mujoco
 
 KEY = jax.random.key(0)
 

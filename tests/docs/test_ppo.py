@@ -12,13 +12,14 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ppo_mujoco
 import pytest
 from flax import serialization
 from gymnasium import spaces
 
 import jaxvec
 from jaxvec.cli._main import main as command_line
-from jaxvec.examples import ppo, ppo_mujoco
+from jaxvec.examples import ppo
 from jaxvec.normalize import RunningMeanStd
 
 SMALL = [

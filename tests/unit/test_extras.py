@@ -52,9 +52,8 @@ def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
-@pytest.mark.parametrize("example", ["ppo", "ppo_mujoco"])
-def test_an_example_says_what_it_needs(example):
-    script = f"import sys, runpy; sys.modules['optax'] = None; runpy.run_module('jaxvec.examples.{example}')"
+def test_an_example_says_what_it_needs():
+    script = "import sys, runpy; sys.modules['optax'] = None; runpy.run_module('jaxvec.examples.ppo')"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert said.returncode != 0
     assert "ImportError: jaxvec's examples need optax, of the extra [demo]: pip install " in said.stderr
