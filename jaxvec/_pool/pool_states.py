@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -390,15 +389,11 @@ class SavedStates:
         slots = packed.rows[self._leaf["info", "env_id"]].astype(np.intp) % self._spec.num_envs
         workers = self._worker_of[slots]
         numbers, oldest = self.table.allocate(len(workers)), self.table.oldest
+        data = np.array(packed.data, object)
         self._request(
             "import_states",
             workers,
-            lambda mine: (
-                slots[mine].tolist(),
-                numbers[mine].tolist(),
-                [*compress(packed.data, mine)],
-                oldest,
-            ),
+            lambda mine: (slots[mine].tolist(), numbers[mine].tolist(), data[mine].tolist(), oldest),
         )
         places = self.table.fill(numbers, workers, self._incarnations[workers], packed.needs_reset)
         for row, part in zip(self.table.rows, packed.rows, strict=True):
