@@ -343,13 +343,12 @@ class ActorGroup:
 
     def stats(self) -> tuple[ActorStats, ...]:
         now = time.monotonic()
-
-        def of(place: _Place) -> ActorStats:
-            age_s = None if place.finished is None else now - place.finished
-            counts = place.rollouts, age_s, place.faults, place.pool_restarts
-            return ActorStats(place.node, *counts, place.version)
-
-        return tuple(map(of, self._places))
+        return tuple(
+            ActorStats(
+                p.node, p.rollouts, p.finished and now - p.finished, p.faults, p.pool_restarts, p.version
+            )
+            for p in self._places
+        )
 
     def stop(self) -> None:
         self._events.put(None)

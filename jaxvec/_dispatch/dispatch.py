@@ -51,12 +51,13 @@ class Slots:
     """Ownership of the slots, as their marks in the segment record it."""
 
     def __init__(self, marks: Marks) -> None:
+        self._marks: Any = marks
         self._requested, self._completed = marks.requested, marks.completed
         self._completed_at = marks.completed_at  # ns of the monotonic clock
 
     def next_work(self, slots: slice) -> Work | None:
         """Returns the oldest work among the worker's slots, or `None` if the parent owns them all."""
-        requested = self._requested[slots].copy()  # the parent may write new requests meanwhile
+        requested = self._marks.read_requested(slots)
         mine = np.flatnonzero(requested != self._completed[slots])
         if not mine.size:
             return None
@@ -91,6 +92,7 @@ class Slots:
     def close(self) -> None:
         """Drops the views of the segment, which the traceback of an error could otherwise keep mapped."""
         self._requested = self._completed = self._completed_at = np.zeros(0, np.int64)
+        self._marks = None
 
 
 class ParentDispatch(Slots, ABC):
@@ -221,7 +223,9 @@ class PortableParentDispatch(ParentDispatch):
         return 0 if self.enough_completed(slots, count) else seconds
 
     def _request(self, marks: NDArray[Any], slots: NDArray[Any]) -> None:
+        self._marks.target[1] += 1
         self._requested[slots] = marks  # from now on the workers own the slots
+        self._marks.target[1] += 1
         for worker, _ in self._partition.of(slots):
             self._channels[worker].wake()
 

@@ -82,6 +82,13 @@ class Marks:
     def of(cls, arrays: Mapping[KeyPath, NDArray[Any]]) -> Marks:
         return cls(*(arrays[field.name,] for field in fields(cls)))
 
+    def read_requested(self, slots: slice) -> NDArray[np.int64]:
+        """Returns a copy of the requests of `slots`, with all or none of each send: see `Board::target`."""
+        before, requested = 1, self.requested
+        while before % 2 or self.target[1] != before:
+            before, requested = self.target[1], self.requested[slots].copy()
+        return requested
+
 
 # --- Layout: the offset of each array in the segment -----------------------------------------------------
 

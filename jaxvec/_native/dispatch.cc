@@ -25,6 +25,7 @@ namespace {
 
 // The parent waits for whole steps, and should soon leave its core to a worker.
 constexpr int64_t kMaxParentSpinNs = 50'000;
+constexpr useconds_t kSendingNapUs = 100;
 
 constexpr uint64_t kSliceNs = 100'000;  // the kernel's minimum
 
@@ -149,11 +150,20 @@ void wake_worker(Board& board, uint32_t worker) {
 // Returns their number.
 uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
   const Board& board = worker.board;
-  int64_t* end = slots;
-  for (int64_t slot = worker.first; slot < worker.stop; ++slot) {
-    const int64_t completed = board.completed[slot].load(std::memory_order_relaxed);  // only we write it
-    if (board.requested[slot].load(std::memory_order_acquire) != completed) *end++ = slot;
-  }
+  const std::atomic<uint32_t>& sending = board.target->sending;
+  int64_t* end;
+  uint32_t before;
+  do {
+    Spin spin(kMaxParentSpinNs);
+    while ((before = sending.load(std::memory_order_acquire)) % 2 != 0) {
+      if (!spin.again()) usleep(kSendingNapUs);  // the parent may be stopped
+    }
+    end = slots;
+    for (int64_t slot = worker.first; slot < worker.stop; ++slot) {
+      const int64_t completed = board.completed[slot].load(std::memory_order_relaxed);  // only we write it
+      if (board.requested[slot].load(std::memory_order_acquire) != completed) *end++ = slot;
+    }
+  } while (sending.load(std::memory_order_acquire) != before);
   if (end == slots) return 0;
   const auto requested = [&board](int64_t slot) {
     return board.requested[slot].load(std::memory_order_relaxed);
@@ -163,6 +173,13 @@ uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
   *operation = static_cast<uint32_t>(requested(slots[0]) % kEnd);
   const auto differs = [&](int64_t slot) { return requested(slot) % kEnd != *operation; };
   return static_cast<uint32_t>(std::find_if(slots, end, differs) - slots);
+}
+
+// The stores of requests in between are releases, so a worker that sees one of them also sees `sending`
+// change.
+void begin_or_end_send(Board& board) {
+  std::atomic<uint32_t>& sending = board.target->sending;  // one thread at a time sends
+  sending.store(sending.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
 }  // namespace
@@ -184,18 +201,22 @@ const char* request_short_slices() {
 }
 
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count) {
+  begin_or_end_send(parent.board);
   for (uint32_t i = 0; i < count; ++i) {
     const int64_t request = kEnd * ++parent.request_number + operation;
     parent.board.requested[slots[i]].store(request,
                                            std::memory_order_release);  // publishes actions and seeds
   }
+  begin_or_end_send(parent.board);
   wake_worker(parent.board, worker);
 }
 
 void forward(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count) {
+  begin_or_end_send(parent.board);
   for (uint32_t i = 0; i < count; ++i) {
     parent.board.requested[slots[i]].store(requests[i], std::memory_order_release);
   }
+  begin_or_end_send(parent.board);
   wake_worker(parent.board, worker);
 }
 

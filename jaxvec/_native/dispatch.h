@@ -14,6 +14,7 @@ namespace jaxvec {
 // A word that another process polls has a cache line of its own, to avoid false sharing.
 struct alignas(64) Line {
   std::atomic<uint32_t> word;
+  std::atomic<uint32_t> sending;  // used in `target`
 };
 static_assert(sizeof(Line) == 64);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
@@ -31,7 +32,8 @@ struct Board {
   Line* worker_notices;                // [num_workers] parent adds: a message is on the control socket
   Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake
   Line* finished;                      // workers add: completed slots; the parent sleeps on it
-  Line* target;                        // parent writes: value of `finished` that it sleeps for
+  Line* target;                        // parent writes: value of `finished` that it sleeps for; `sending` is
+                                       // odd while it stores requests, as batched envs need all of theirs
   Line* sleepers;                      // parent adds: number of its threads that may need a wake
   Line* parent_notices;                // both sides add: the parent should poll its control sockets
 };

@@ -17,7 +17,7 @@ from typing import Any
 from jaxvec._config import PoolConfig, Ray
 from jaxvec._ray import nodes
 from jaxvec._remote.link import HostLauncher, HostLostError, HostSource
-from jaxvec._remote.wire import KEY_BYTES, Host, Listener
+from jaxvec._remote.wire import Host, Listener
 from jaxvec._util import check_versions, install_command
 from jaxvec._workers.base import Slices
 
@@ -145,7 +145,7 @@ class RayLauncher(HostLauncher):
         self._options = options
         self._placement = placement
         self._dead_nodes = nodes.find_dead_nodes(ray)
-        self._key = secrets.token_bytes(KEY_BYTES)  # Ray brings it to the actors
+        self._key = secrets.token_bytes(32)  # Ray brings it to the actors
         self._listener = Listener(ray.util.get_node_ip_address(), 0, self._key)
         self._head = nodes.HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
 

@@ -260,7 +260,7 @@ class Shipper:
     def ship(self) -> None:
         """Ships all requests made so far, so that none arrives after a later message to its worker."""
         with self._order:
-            requested = self._marks.requested[self._slots].copy()  # other threads may add requests meanwhile
+            requested = self._marks.read_requested(self._slots)  # other threads may add requests meanwhile
             due = np.flatnonzero(requested != self._shipped[self._slots])
             if not due.size:
                 return

@@ -38,7 +38,6 @@ from jaxvec._spec import PoolSpec
 # by keepalive probes on an idle connection, and by missing acknowledgements otherwise. `TCP_USER_TIMEOUT`
 # would not do: it also ends the connection to a live peer that is slow to read.
 
-KEY_BYTES = 32
 MESSAGE = 0  # frame type of messages, which the receiver may keep; all other types are rows
 ROWS = 1  # frame type of results; the type of a request is `ROWS + verb`
 

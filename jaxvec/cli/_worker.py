@@ -37,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--connect", metavar="HOST:PORT", required=True, help="where the pool listens")
     parser.add_argument("--key-file", metavar="FILE", type=Path, required=True, help="file with the key")
     parser.add_argument("--envs", metavar="N", type=int, help="largest number of envs to serve")
-    parser.add_argument(
-        "--wait", metavar="SECONDS", type=float, default=60, help="time to reach the pool (default 60)"
-    )
+    parser.add_argument("--wait", metavar="SECONDS", type=float, default=60, help="to reach the pool (60)")
     parser.add_argument("--tls-ca", metavar="FILE", help="certificate of the pool, or of its authority")
     options = parser.parse_args(argv)
     try:

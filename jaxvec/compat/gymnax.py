@@ -256,10 +256,7 @@ def make(
 
 
 def evaluate(
-    act: Callable[[Any, jax.Array], Any],
-    key: jax.Array,
-    env: Environment,
-    num_episodes: int = 128,
+    act: Callable[[Any, jax.Array], Any], key: jax.Array, env: Environment, num_episodes: int = 128
 ) -> tuple[jax.Array, jax.Array]:
     """Plays one episode in each of `num_episodes` envs, also inside a program that trains, and under `vmap`.
 

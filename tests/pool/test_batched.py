@@ -208,6 +208,45 @@ def test_a_worker_of_batched_envs_that_dies_between_steps_was_idle(make):
         envs.step(np.zeros(6, int))
 
 
+class Wide(gymnasium.vector.VectorEnv):
+    """Observes the number of its steps, which cost nothing."""
+
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+    single_observation_space = gymnasium.spaces.Box(-1, 2**31 - 1, (), np.int32)
+    single_action_space = gymnasium.spaces.Discrete(2)
+    num_envs = 512
+
+    def __init__(self):
+        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, 512)
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, 512)
+        self.steps = self.resets = 0
+
+    def reset(self, **kwargs):
+        self.resets += 1
+        return np.full(512, -self.resets, np.int32), {}
+
+    def step(self, actions):
+        self.steps += 1
+        return np.full(512, self.steps, np.int32), np.zeros(512), *np.zeros((2, 512), bool), {}
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_wide_one_never_sees_a_part_of_a_request(make, dispatch):
+    envs = make(Wide, 512, envs_per_instance=512, num_workers=1, dispatch=dispatch)
+
+    @jax.jit
+    def turn(handle):
+        handle, first = jaxvec.reset(handle)
+        handle, timesteps = jax.lax.scan(jaxvec.step, handle, np.zeros((20, 512), int))
+        return handle, (first.obs, timesteps.obs)
+
+    handle, _ = jaxvec.reset(envs)
+    for number in range(40):
+        handle, (first, later) = turn(handle)
+        assert (first == -2 - number).all()
+        assert (later == 20 * number + np.arange(1, 21)[:, None]).all()
+
+
 def test_vmap_over_parts_of_one_batched_env_is_one_hand_off(make):
     envs = make(counting(AutoresetMode.SAME_STEP, (9,) * 4))
     handle, _ = jaxvec.reset(envs)

@@ -20,7 +20,7 @@ from support.segments import KINDS, board
 import jaxvec
 from jaxvec import _native
 from jaxvec._dispatch import dispatch
-from jaxvec._dispatch.move import Verb
+from jaxvec._dispatch.move import Verb, requests
 from jaxvec._workers import base
 from jaxvec.cli._main import main
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -262,3 +262,17 @@ def test_doctor_reports_whether_kernel_grants_short_slices(doctor_on_slices, mon
 def test_doctor_gives_reason_for_missing_native_library(doctor_on_slices, monkeypatch):
     monkeypatch.setattr(_native, "_reason", "not built")
     assert doctor_on_slices() == "off: not built"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_is_being_written_is_not_received(kind):
+    # A batched env needs all of its slots at once.
+    marks, slices = board(4, 1)
+    end = base.worker_end(kind, marks, worker=0, slots=slices[0], channel=LoopbackChannel(), spin_ns=0)
+    marks.target[1] += 1  # as at the start of a send
+    marks.requested[:2] = requests(np.array([1, 2]), Verb.STEP)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(end.receive)
+        marks.requested[2:] = requests(np.array([3, 4]), Verb.STEP)
+        marks.target[1] += 1
+        assert receiving.result(60).slots.tolist() == [0, 1, 2, 3]
