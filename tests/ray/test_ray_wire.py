@@ -18,9 +18,9 @@ from jaxvec._config import PoolConfig
 from jaxvec._remote import host as _host
 from jaxvec._remote import wire
 from jaxvec._remote.host import WorkerHost
-from jaxvec._remote.wire import KEY_BYTES, MESSAGE, HostFailure, Listener, ProcessEnd, WorkerMessage, dial
+from jaxvec._remote.wire import MESSAGE, HostFailure, Listener, ProcessEnd, WorkerMessage, dial
 
-KEY = bytes(range(KEY_BYTES))
+KEY = bytes(range(32))
 ROWS = 1
 
 
