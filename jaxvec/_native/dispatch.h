@@ -33,7 +33,7 @@ struct Board {
   Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake
   Line* finished;                      // workers add: completed slots; the parent sleeps on it
   Line* target;                        // parent writes: value of `finished` that it sleeps for; `sending` is
-                                       // odd while it stores requests, as batched envs need all of theirs
+                                       // odd while it stores requests: a batched env needs all of its own
   Line* sleepers;                      // parent adds: number of its threads that may need a wake
   Line* parent_notices;                // both sides add: the parent should poll its control sockets
 };
