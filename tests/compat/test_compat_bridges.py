@@ -317,6 +317,7 @@ def test_a_copy_of_an_environment_is_itself():
         assert copied["params"] == params
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")  # in rejax, with newer jax
 @pytest.mark.parametrize("name", ["ppo", "dqn"])
 def test_rejax_trains_and_evaluates(name):
     rejax = pytest.importorskip("rejax")
