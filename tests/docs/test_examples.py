@@ -75,7 +75,7 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
     assert [row["env_steps"] for row in rows] == ["200", "400", "600", "800", "1000"]
     assert {"seconds", "steps_per_second", "episode_return", "episode_length"} < {*rows[0]}
     assert json.loads(Path("runs/whole/config.json").read_text())["config"]["num_envs"] == 4
-    half = program.main([*words, "half", "--stop-at", "-1e9"])
+    half = program.main([*words, "half", "--stop-at=-1e9"])
     assert half.env_steps < 1000
     resumed = program.main(["--resume", "runs/half", "--stop-at", "1e9"])
     assert resumed.env_steps == 1000
@@ -88,8 +88,17 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
 def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     """A copy needs none of the other files, and writes its folder when it is interrupted."""
     source = Path(__file__).parents[2] / "examples" / f"{name}.py"
-    Path("copy.py").write_text(source.read_text())
-    words = [sys.executable, "copy.py", "--num-workers", "1", "--total-steps", "100000000", "--name", "a"]
+    Path("my_program.py").write_text(source.read_text())
+    words = [
+        sys.executable,
+        "my_program.py",
+        "--num-workers",
+        "1",
+        "--total-steps",
+        "100000000",
+        "--name",
+        "a",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, text=True, **pipes) as program:
         assert program.stderr.readline() == "compiling\n"
