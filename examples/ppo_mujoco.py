@@ -28,6 +28,7 @@ class Config(ppo.Config):
     num_minibatches: int = option(32, "gradient steps per pass")
     lr: float = option(3e-4, "learning rate, falling linearly to 0")
     entropy_weight: float = option(0.0, "weight of the entropy bonus")
+    scale_by_return: bool = option(True, "divide rewards by the standard deviation of discounted returns")
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

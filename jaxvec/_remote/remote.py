@@ -17,9 +17,6 @@ from jaxvec._remote.link import HostLauncher, HostSource
 from jaxvec._remote.wire import Host, Listener
 from jaxvec._workers.base import Slices
 
-MIN_KEY_BYTES = 16
-_CHECK_INTERVAL = 0.2  # seconds between checks that a host is still needed
-
 _logger = logging.getLogger("jaxvec")
 
 
@@ -35,10 +32,8 @@ def check_key(key: bytes) -> bytes:
     """Returns a key without surrounding white space; raises `ValueError` if it is too short."""
     if not isinstance(key, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"key must be bytes, such as Path(file).read_bytes(), not {type(key).__name__}")
-    if len(key := key.strip()) < MIN_KEY_BYTES:
-        raise ValueError(
-            f"key must have at least {MIN_KEY_BYTES} bytes, not {len(key)}; make one: openssl rand -hex 32"
-        )
+    if len(key := key.strip()) < 16:
+        raise ValueError(f"key must have at least 16 bytes, not {len(key)}; make one: openssl rand -hex 32")
     return key
 
 
@@ -125,7 +120,7 @@ class _DialledHost(HostSource):
         self.place = f"no host yet, as none with room for {num_envs} envs has dialled in to {remote.address},"
 
     def start(self, check: Callable[[], None]) -> Host:
-        while (host := self._listener.take(self._fits, _CHECK_INTERVAL)) is None:
+        while (host := self._listener.take(self._fits, 0.2)) is None:
             check()
         return host
 

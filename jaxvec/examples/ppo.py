@@ -47,6 +47,7 @@ class Config:
     entropy_weight: float = option(0.005, "weight of the entropy bonus")
     value_weight: float = option(0.5, "weight of the value loss")
     max_grad_norm: float = option(0.5, "maximum norm of the gradient")
+    scale_by_return: bool = option(False, "divide rewards by the standard deviation of discounted returns")
     mask_info: bool = option(False, "read the legal actions from the info action_mask")
     stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
     save_every: int = option(100, "updates between two saves, each with an evaluation")
@@ -318,7 +319,8 @@ class Agent:
         play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
         playing, episodes, steps = self.collect(state, playing, play_key)
         return_stats = state.return_stats.update(steps.discounted)
-        steps = steps._replace(reward=return_stats.scale(steps.reward))
+        reward = return_stats.scale(steps.reward) if config.scale_by_return else steps.reward
+        steps = steps._replace(reward=reward)
         advantage = advantages(config, steps)
         target = advantage + steps.value
         scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
