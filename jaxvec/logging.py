@@ -190,7 +190,8 @@ class Run:
         if resume:
             self._rewrite()
         before = self._rows[-1] if self._rows else {"env_steps": 0.0, "seconds": 0.0}
-        self.env_steps, self._seconds = int(before["env_steps"]), before["seconds"]
+        self.env_steps: int = int(before["env_steps"])
+        self._seconds = before["seconds"]
         self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
         self._signals: socket.socket | None = None
         self._stopping = False
