@@ -224,8 +224,10 @@ class PortableParentDispatch(ParentDispatch):
 
     def _request(self, marks: NDArray[Any], slots: NDArray[Any]) -> None:
         self._marks.target[1] += 1
-        self._requested[slots] = marks  # from now on the workers own the slots
-        self._marks.target[1] += 1
+        try:
+            self._requested[slots] = marks  # from now on the workers own the slots
+        finally:  # also after Ctrl-C, as workers wait for it
+            self._marks.target[1] += 1
         for worker, _ in self._partition.of(slots):
             self._channels[worker].wake()
 

@@ -362,7 +362,6 @@ class Pool:
                     vars(self).pop(name, None)
                 self.env_calls.forget()
                 self._saved.forget()
-                self._saved.forget()
 
     # --- Parts of the operations: only threads that are inside the engine, or hold slots, change anything --
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxvec._config import PoolConfig, Ray
 from jaxvec._ray import nodes
-from jaxvec._remote.link import HostLauncher, HostLostError, HostSource
+from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostLostError, HostSource
 from jaxvec._remote.wire import Host, Listener
 from jaxvec._util import check_versions, install_command
 from jaxvec._workers.base import Slices
@@ -198,7 +198,7 @@ class _RayHost(HostSource):
             self._start_actor(check)
             token = secrets.token_hex()
             self.serving = self.actor.serve.remote(self.listener.address, self.key, self.place, token)
-            while (host := self.listener.take(lambda host: host.token == token, 0.2)) is None:
+            while (host := self.listener.take(lambda host: host.token == token, CHECK_INTERVAL)) is None:
                 self._check(check)
                 self._raise_failure(timeout=0)
             return host

@@ -307,6 +307,7 @@ class Shipper:
 # Three threads serve a host: one waits for it and then relays messages to its workers, one ships requests
 # (`Shipper`), and one receives. None of them holds the GIL while it waits.
 
+CHECK_INTERVAL = 0.2  # seconds between checks of a `HostSource` that a host is still needed
 _END_TIMEOUT = 3.0  # seconds for a host to end one of its processes, before it counts as lost
 
 

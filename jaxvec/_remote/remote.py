@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 from jaxvec._config import OtherMachines, PoolConfig, check_count
 from jaxvec._memory.segment import split_evenly
-from jaxvec._remote.link import HostLauncher, HostSource
+from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostSource
 from jaxvec._remote.wire import Host, Listener
 from jaxvec._workers.base import Slices
 
@@ -120,7 +120,7 @@ class _DialledHost(HostSource):
         self.place = f"no host yet, as none with room for {num_envs} envs has dialled in to {remote.address},"
 
     def start(self, check: Callable[[], None]) -> Host:
-        while (host := self._listener.take(self._fits, 0.2)) is None:
+        while (host := self._listener.take(self._fits, CHECK_INTERVAL)) is None:
             check()
         return host
 

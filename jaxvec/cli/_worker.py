@@ -17,7 +17,7 @@ from jaxvec._remote.remote import check_key, parse_address
 _DETAILS = """\
 The command connects to the pool, and serves envs until the pool closes (exit code 0). If the connection is
 lost, or the pool needs another version, the exit code is 1; start the command again to dial in again.
-The key file has the same content as the key of jaxvec.Remote. Whoever has the key can run code here.
+The key file has the same content as the key of jaxvec.Remote. A process that has the key can run code here.
 
 example: python -m jaxvec worker --connect learner.example.org:7777 --key-file key.txt --envs 64"""
 
