@@ -29,6 +29,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from support import disasters, padded, probe, recycling, state_game
 from support.disasters import GatedEnv, SleepingEnv, wait_until
+from support.elsewhere import assert_equal, play_in_order
 from support.pool_machine import PoolMachine
 from support.scripts import leftovers
 
@@ -95,11 +96,6 @@ def make_on_ray(make, cluster):
     """Yields `make` for pools on the cluster, of two workers."""
     # An actor is an interpreter of Ray's, which takes a minute to start where everything is busy.
     return partial(make, backend="ray", num_workers=2, start_timeout=200, step_timeout=200)
-
-
-def assert_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def sample_actions(env_fns, num_steps):
@@ -248,23 +244,10 @@ def test_padded_values_are_those_of_local_workers(make, make_on_ray):
 
 
 def test_batches_in_the_order_sent_are_those_of_local_workers(make, make_on_ray):
-    def run(envs):
-        @jax.jit
-        def rollout(handle):
-            def body(handle, _):
-                handle, timestep = jaxvec.recv(handle)
-                ids = timestep.info["env_id"]
-                return jaxvec.send(handle, ids % 2, ids), timestep
-
-            return jax.lax.scan(body, handle, length=40)
-
-        handle, first = jaxvec.reset(envs, seed=5)
-        ids = first.info["env_id"]
-        return first, rollout(jaxvec.send(handle, ids % 2, ids))[1]
-
     options = {"batch_size": 2, "recv_order": "sent"}
     on_ray, local = (
-        run(each("CartPole-v1", 4, **options)) for each in (make_on_ray, partial(make, num_workers=2))
+        play_in_order(each("CartPole-v1", 4, **options))
+        for each in (make_on_ray, partial(make, num_workers=2))
     )
     assert_equal(on_ray, local)
 

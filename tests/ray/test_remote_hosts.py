@@ -20,6 +20,7 @@ import pytest
 import trustme
 from support import disasters, probe, recycling, state_game
 from support.disasters import DEATHS, FAILURES, PATIENCE, SleepingEnv, failing, wait_until, within
+from support.elsewhere import assert_equal, play_in_order
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -72,11 +73,6 @@ def make_remote(make, hosts):
     return partial(make, backend=hosts.remote, num_workers=2, start_timeout=PATIENCE, step_timeout=PATIENCE)
 
 
-def assert_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 def host_of(envs, worker):
     """Returns the process id of the host of a worker."""
     link = probe.links(envs)[worker]
@@ -107,23 +103,10 @@ def test_compiled_loop_gets_the_data_of_local_workers(make, make_remote, dispatc
 
 
 def test_asynchronous_batches_in_order_are_those_of_local_workers(make, make_remote):
-    def run(envs):
-        @jax.jit
-        def rollout(handle):
-            def body(handle, _):
-                handle, timestep = jaxvec.recv(handle)
-                ids = timestep.info["env_id"]
-                return jaxvec.send(handle, ids % 2, ids), timestep
-
-            return jax.lax.scan(body, handle, length=40)
-
-        handle, first = jaxvec.reset(envs, seed=5)
-        ids = first.info["env_id"]
-        return first, rollout(jaxvec.send(handle, ids % 2, ids))[1]
-
     options = {"batch_size": 2, "recv_order": "sent"}
     remote, local = (
-        run(each("CartPole-v1", 4, **options)) for each in (make_remote, partial(make, num_workers=2))
+        play_in_order(each("CartPole-v1", 4, **options))
+        for each in (make_remote, partial(make, num_workers=2))
     )
     assert_equal(remote, local)
 
