@@ -281,9 +281,11 @@ def host():
     yield host
     host._launcher.close()
     worker_slot = host._worker_slots[0]
-    for end in (host._wake_writer, host._wake_reader, worker_slot.channel, worker_slot.dead_socket):
-        if end is not None:
-            end.close()
+    with worker_slot.channel.sending:  # the worker's thread may not yet have noticed that its message is lost
+        worker_slot.incarnation = -1  # and sends nothing more
+        for end in (host._wake_writer, host._wake_reader, worker_slot.channel, worker_slot.dead_socket):
+            if end is not None:
+                end.close()
 
 
 def messages(connection):

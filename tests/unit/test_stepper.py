@@ -337,14 +337,17 @@ def test_it_keeps_no_references():
         env,
         env.env,
         Same.result,
-        *Same.result,
+        *(each for each in Same.result if each is not False),
         *Same.result[0],
         probe.slice_infos(env_slice),
     ]
     before = [sys.getrefcount(each) for each in objects]
+    references_to_false = sys.getrefcount(False)
     for _ in range(100):
         env_slice.step(slots)
     assert [sys.getrefcount(each) for each in objects] == before
+    # Other threads use it, too, before Python 3.12. If steps kept it, there would be 100 more or fewer.
+    assert abs(sys.getrefcount(False) - references_to_false) < 100
     env_slice.reset(slots)
     env_slice.set_attr([FIRST], [2], "_max_episode_steps")
     for _ in range(100):
