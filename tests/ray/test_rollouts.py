@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import data_parallel
@@ -59,6 +61,17 @@ def count(params, handle, timestep, key):
     """Takes one step, and returns what the envs and the weights are."""
     handle, timestep = jaxvec.step(handle, jnp.zeros(handle.num_envs, int))
     return handle, timestep, {"obs": timestep.obs, "params": params}
+
+
+OPTIONS = {
+    "rollout": rollout,
+    "env": "CartPole-v1",
+    "num_envs": NUM_ENVS,
+    "num_actors": 2,
+    "seed": 5,
+    "save_states": True,
+    "timeouts": jaxvec.Timeouts(start=200),
+}
 
 
 @pytest.fixture
@@ -116,9 +129,7 @@ def learn(rollouts, came, params, enough):
 
 
 def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make):
-    seed, params, came = 5, [PARAMS], []
-    options = {"rollout": rollout, "env": "CartPole-v1", "num_envs": NUM_ENVS, "num_actors": 2, "seed": seed}
-    options |= {"save_states": True, "on_fault": ONE}
+    params, came, options = [PARAMS], [], OPTIONS | {"on_fault": ONE}
     rollouts = make_rollouts(params=PARAMS, **options)
 
     def last(actor):
@@ -143,10 +154,45 @@ def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make):
     before = last(0), last(1)
     learn(rollouts, came, params, lambda: last(0) > before[0] + 2 and last(1) > before[1] + 2)
     assert came[-1].version > num_versions - 1
-    check_uninterrupted(make, came, params, seed, on_fault=ONE)
+    check_uninterrupted(make, came, params, OPTIONS["seed"], on_fault=ONE)
     rollouts.close()
     with pytest.raises(ValueError, match="resume: the checkpoint has seed=5, not 6"):
         make_rollouts(params=PARAMS, **options | {"seed": 6, "resume": checkpoint})
+
+
+KILLED_LEARNER = """
+import pickle, sys
+sys.path[:0] = {paths!r}
+import cloudpickle, jaxvec, ray
+import test_rollouts as tests
+cloudpickle.register_pickle_by_value(tests)
+ray.init(address={address!r}, log_to_driver=False)
+params, came = [tests.PARAMS], []
+rollouts = jaxvec.Rollouts(params=tests.PARAMS, **tests.OPTIONS)
+tests.learn(rollouts, came, params, lambda: len({{done.actor for done in came}}) == 2)
+pickle.dump((rollouts.checkpoint(), came, params), sys.stdout.buffer)
+sys.stdout.buffer.flush()
+while True:  # these rollouts are lost
+    rollouts.get()
+"""
+
+
+def test_rollouts_go_on_after_their_learner_was_killed(make_rollouts, make, cluster):
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+    script = KILLED_LEARNER.format(paths=paths, address=cluster.address)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as learner:
+        try:
+            checkpoint, came, params = pickle.load(learner.stdout)
+        finally:
+            learner.kill()
+    before = [sum(done.actor == actor for done in came) for actor in range(2)]
+    rollouts = make_rollouts(params=params[-1], resume=checkpoint, **OPTIONS)
+
+    def go_on():
+        return all(sum(done.actor == actor for done in came) > before[actor] + 1 for actor in range(2))
+
+    learn(rollouts, came, params, go_on)
+    check_uninterrupted(make, came, params, OPTIONS["seed"])
 
 
 def test_resumed_rollouts_without_states_reset_their_envs(make_rollouts):
