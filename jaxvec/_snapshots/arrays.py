@@ -33,18 +33,6 @@ class Array(Node):
         return _copy(self.array)
 
 
-class _Constant(Node):
-    """An array in the memory of a `bytes` object, which nothing can change."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def restore(self, restorer: Restorer, old: Any) -> Any:
-        return self.array
-
-
 class _View(Node):
     """An array in the memory of `owner`, or a record in it if `shape` is None."""
 
@@ -255,7 +243,7 @@ def _save_part(saver: Saver, value: Any) -> Any:
         return _save_view(saver, value, owner)
     memory = _memory_of(value)
     if isinstance(memory, bytes):
-        return _Constant(value)
+        return value  # nothing can change it
     if value.dtype.hasobject:
         raise CannotCopy("it is an array of Python objects in memory of another library")
     if isinstance(memory, _BUFFERS) and (not isinstance(memory, CData) or _owns_memory(memory)):

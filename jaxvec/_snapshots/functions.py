@@ -7,7 +7,7 @@ import gc
 import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,11 +162,14 @@ EMPTY = _Empty.EMPTY
 
 @dataclass(slots=True, eq=False)
 class _Weak(Node):
+    """A weak reference or, with `weakref.proxy` as `make`, a weak proxy."""
+
+    make: Callable[[Any], Any]
     target: Any
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        target = restorer.value(self.target, old() if isinstance(old, weakref.ref) else None)
-        return weakref.ref(target)
+        # Not `isinstance`, which fails for a proxy of something that is gone.
+        return self.make(restorer.value(self.target, old() if type(old) is weakref.ref else None))
 
 
 def save_weak(saver: Saver, value: Any) -> Any:
@@ -175,15 +178,7 @@ def save_weak(saver: Saver, value: Any) -> Any:
         return value
     if value.__callback__ is not None:
         raise CannotCopy("it is a weak reference with a callback")
-    return saver.remember(value, _Weak(saver.value(target)))
-
-
-@dataclass(slots=True, eq=False)
-class _WeakProxy(Node):
-    target: Any
-
-    def restore(self, restorer: Restorer, old: Any) -> Any:
-        return weakref.proxy(restorer.value(self.target, None))
+    return saver.remember(value, _Weak(weakref.ref, saver.value(target)))
 
 
 def save_weak_proxy(saver: Saver, value: Any) -> Any:
@@ -191,7 +186,7 @@ def save_weak_proxy(saver: Saver, value: Any) -> Any:
         target = value.__repr__.__self__  # the proxy forwards the attribute to its target
     except ReferenceError:
         raise CannotCopy("it is a weak proxy of something that is gone") from None
-    return saver.remember(value, _WeakProxy(saver.value(target)))
+    return saver.remember(value, _Weak(weakref.proxy, saver.value(target)))
 
 
 @dataclass(slots=True, eq=False)

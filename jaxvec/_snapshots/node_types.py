@@ -183,12 +183,16 @@ def _check_not_inside(saver: Saver, value: Any) -> None:
 
 @dataclass(slots=True, eq=False)
 class _List(Node):
+    """A list, or a deque of at most `maxlen` items."""
+
+    cls: type = list
+    maxlen: int | None = None
     items: list[Any] = field(default_factory=list)
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        target: list[Any] = []
+        target: Any = [] if self.cls is list else deque(maxlen=self.maxlen)
         restorer.begin(self, target)
-        target.extend(restorer.items(self.items, old if type(old) is list else ()))
+        target.extend(restorer.items(self.items, old if type(old) is self.cls else ()))
         return target
 
 
@@ -202,20 +206,8 @@ def save_list(saver: Saver, value: list[Any]) -> Any:
     return node
 
 
-@dataclass(slots=True, eq=False)
-class _Deque(Node):
-    maxlen: int | None
-    items: list[Any] = field(default_factory=list)
-
-    def restore(self, restorer: Restorer, old: Any) -> Any:
-        target: deque[Any] = deque(maxlen=self.maxlen)
-        restorer.begin(self, target)
-        target.extend(restorer.items(self.items, old if type(old) is deque else ()))
-        return target
-
-
 def save_deque(saver: Saver, value: deque[Any]) -> Any:
-    node = _Deque(value.maxlen)
+    node = _List(deque, value.maxlen)
     saver.remember(value, node)
     node.items = saver.items(value)
     return node
@@ -595,6 +587,11 @@ def save_reduced(saver: Saver, value: Any) -> Any:
         raise CannotCopy(f"{name_of(type(value))} can't be copied ({error})") from error
     if isinstance(reduced, str):
         return value  # the name of a global
+    return _save_parts(saver, value, reduced)
+
+
+def _save_parts(saver: Saver, value: Any, reduced: tuple[Any, ...]) -> Any:
+    """Takes the result of `__reduce_ex__`."""
     function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
     if id(value) in saver.open:
         raise CannotCopy("it contains itself: it is made of an object that refers to it")
@@ -611,6 +608,20 @@ def save_reduced(saver: Saver, value: Any) -> Any:
     node.items = saver.items(items or ())
     node.pairs = saver.pairs(dict(pairs or ()))
     return node
+
+
+def save_game_state(saver: Saver, value: Any) -> Any:
+    """Takes a state of an OpenSpiel game as OpenSpiel writes it. The game itself is immutable."""
+    game = value.get_game()
+    kind = game.get_type()
+    # Such games have random numbers or distributions that are not in the text.
+    if kind.chance_mode.name == "SAMPLED_STOCHASTIC" or kind.dynamics.name == "MEAN_FIELD":
+        raise CannotCopy(f"it is of the game {kind.short_name}, whose states OpenSpiel can't write in full")
+    return _save_parts(saver, value, (_read_game_state, (game, value.serialize())))
+
+
+def _read_game_state(game: Any, text: str) -> Any:
+    return game.deserialize_state(text)
 
 
 def save_exception(saver: Saver, value: BaseException) -> Any:

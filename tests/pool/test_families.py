@@ -277,6 +277,72 @@ def test_states_of_pettingzoo():
     assert_goes_on(env, num_steps=60, ends=3)
 
 
+def openspiel(game, **config):
+    """Returns an OpenSpiel game whose actions are all legal, and whose episodes are all seeded."""
+    import shimmy
+
+    class Legal(gymnasium.Wrapper):
+        rng = np.random.default_rng()
+
+        def reset(self, *, seed=None, options=None):
+            if seed is not None:
+                self.rng = np.random.default_rng(seed)
+            obs, self.infos = self.env.reset(seed=int(self.rng.integers(2**31)), options=options)
+            return obs, self.infos
+
+        def step(self, action):
+            legal = {
+                agent: np.flatnonzero(self.infos.get(agent, {}).get("action_mask", [])) for agent in action
+            }
+            action = {
+                agent: legal[agent][one % len(legal[agent])] if len(legal[agent]) else one
+                for agent, one in action.items()
+            }
+            *result, self.infos = self.env.step(action)
+            return *result, self.infos
+
+    env = shimmy.OpenSpielCompatibilityV0(game_name=game, config=config or None)
+    return Legal(jaxvec.adapters.pettingzoo.PettingZooEnv(env))
+
+
+@pytest.mark.parametrize(
+    "game", ["tic_tac_toe", "matrix_rps", "goofspiel", "kuhn_poker", "leduc_poker", "backgammon", "hanabi"]
+)
+def test_states_of_openspiel(game):
+    """Games of turns and of simultaneous moves, and with moves of chance."""
+    for module in ("pyspiel", "shimmy", "pettingzoo"):
+        needs(module, "gallery")
+    assert_goes_on(partial(openspiel, game), num_steps=300, ends=0 if game == "backgammon" else 1)
+
+
+def test_states_of_openspiel_in_other_workers_and_files(make, tmp_path):
+    for module in ("pyspiel", "shimmy", "pettingzoo"):
+        needs(module, "gallery")
+    env_fn = partial(openspiel, "leduc_poker", players=3)
+    envs, other = (make(env_fn, 4, num_workers=2, states=8) for _ in range(2))
+    handle, _ = jaxvec.reset(envs, seed=0)
+    actions = sample_actions([env_fn] * 4, 205)[0]
+    scan = jax.jit(lambda handle, actions: jax.lax.scan(jaxvec.step, handle, actions))
+    handle, _ = scan(handle, jax.tree.map(lambda leaf: leaf[:5], actions))
+    handle, state = jaxvec.save(handle)
+    rest = jax.tree.map(lambda leaf: leaf[5:], actions)
+    handle, expected = scan(handle, rest)
+    assert expected.terminated.sum() > 40
+
+    def reverse(tree):
+        return jax.tree.map(lambda leaf: leaf[:, ::-1], tree)
+
+    def assert_repeated(handle, state, expected, actions):
+        _, got = scan(jaxvec.restore(handle, state)[0], actions)
+        jax.tree.map(np.testing.assert_array_equal, got[:4], expected[:4])
+
+    assert_repeated(handle, state, expected, rest)
+    envs.save_states(tmp_path / "states", state)
+    assert_repeated(jaxvec.reset(other, seed=9)[0], other.load_states(tmp_path / "states"), expected, rest)
+    handle, _ = jaxvec.reset(envs, seed=1)
+    assert_repeated(handle, state[::-1], reverse(expected), reverse(rest))
+
+
 @pytest.mark.parametrize("name", ["LunarLander-v3", "BipedalWalker-v3"])
 def test_states_of_box2d(name):
     needs("Box2D", "box2d")
