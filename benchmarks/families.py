@@ -89,6 +89,7 @@ class Family:
 
 
 _INTERPRETER = "how-to/workers.md#envs-of-another-interpreter-old-gym-gymnasium-or-python"
+_SEEDED = "[seeds](how-to/env_libraries.md#openspiel)"
 _FILTER = "from gymnasium.wrappers import FilterObservation"
 _ZOO = "from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv"
 _DM = "from jaxvec.adapters.dm_env import DmEnv"
@@ -213,7 +214,7 @@ FAMILIES = (
         "panda-gym (PyBullet)",
         "panda-gym",
         '"panda_gym:PandaReach-v3"',
-        caveat="episodes after the first are not seeded",
+        caveat=f"episodes after the first need {_SEEDED}",
         steps=49,
     ),
     Family(
@@ -231,7 +232,7 @@ FAMILIES = (
         'lambda: PettingZooEnv(OpenSpielCompatibilityV0(game_name="matrix_rps"))',
         f"from shimmy import OpenSpielCompatibilityV0; {_ZOO}",
         "info=INFO",
-        "`reset` does not seed moves of chance",
+        f"moves of chance need {_SEEDED}",
         vector_reward=True,
         picture=None,
     ),
@@ -250,7 +251,8 @@ MISSING = (
     "Crafter runs, but its worlds depend on the addresses of objects, so two runs with one seed differ",
     f"Meta-World 3 pins an older MuJoCo, with which its envs run in [another interpreter]({_INTERPRETER})",
     "Fetch and Franka Kitchen of Gymnasium-Robotics raise errors with MuJoCo 3.17",
-    "MiniWorld needs a display, and Procgen has no wheel for Python 3.11",
+    "MiniWorld needs a display, and Procgen has no wheel for Python 3.11 or newer",
+    "gym-trading-env runs, but `reset` seeds its first position only if `initial_position` fixes it",
     "Unity's ML-Agents needs a built scene: [ML-Agents](how-to/env_libraries.md#unitys-ml-agents)",
 )
 
