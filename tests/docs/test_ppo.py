@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import jax
@@ -16,8 +17,8 @@ import ppo_mujoco
 import pytest
 from flax import serialization
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-import jaxvec
 from jaxvec.cli._main import main as command_line
 from jaxvec.examples import ppo
 from jaxvec.normalize import RunningMeanStd
@@ -92,13 +93,22 @@ def test_ppo_trains_and_writes_a_folder(env, capsys):
 
 
 def score_of(folder):
-    """Returns the evaluation of the saved parameters, by the public parts of the program."""
+    """Returns the mean return of the saved parameters in Gymnasium's own loop."""
     config = ppo.Config(**json.loads((folder / "config.json").read_text())["config"])
     saved = serialization.msgpack_restore((folder / "params.msgpack").read_bytes())
-    with ppo.make_envs(config, config.eval_envs, autoreset_mode="EPISODIC") as envs:
-        evaluate = jax.jit(ppo.Agent(config, envs).evaluate)
-        start = jaxvec.reset(envs, seed=config.seed + 10_000)
-        return float(evaluate(saved["params"], RunningMeanStd(**saved["stats"]), *start))
+    stats, returns = RunningMeanStd(**saved["stats"]), []
+    for number in range(config.eval_envs):
+        env = gymnasium.make(config.env)
+        network = jax.jit(ppo.ActorCritic(env.action_space).apply)
+        obs, _ = env.reset(seed=config.seed + 10_000 + number)
+        returns.append(0.0)
+        for _ in range(config.eval_steps):
+            outputs, _ = network(saved["params"], stats, ppo.encode(env.observation_space, obs[None]))
+            obs, reward, terminated, truncated, _ = env.step(int(outputs.argmax()))
+            returns[-1] += float(reward)
+            if terminated or truncated:
+                break
+    return np.mean(returns)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -216,7 +226,7 @@ class MaskedEnv(gymnasium.Env):
         return obs, reward, False, self.steps == 10, info
 
 
-@pytest.mark.parametrize("leaf", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "info"])
 def test_ppo_learns_from_images_with_legal_actions(leaf, register):
     register("Masked-v0", lambda: MaskedEnv(leaf), disable_env_checker=True)
     options = "--env Masked-v0 --num-envs 8 --num-workers 1 --num-steps 32 --total-steps 5120 --gamma 0.5"
@@ -226,15 +236,14 @@ def test_ppo_learns_from_images_with_legal_actions(leaf, register):
     assert result.latest("evaluation") > 8
 
 
-def test_convolutions_on_the_cpu_equal_those_of_jax(monkeypatch):
+def test_convolutions_on_the_cpu_equal_those_of_jax():
     images = jax.random.normal(jax.random.key(0), (5, 11, 14, 3))
-    for size, stride in ((4, 2), (3, 1), (5, 3)):
-        conv = ppo.Conv(7, size, stride)
-        params = conv.init(jax.random.key(1), images)
-        by_patches = conv.apply(params, images)
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        np.testing.assert_allclose(by_patches, conv.apply(params, images), rtol=1e-3, atol=1e-4)
-        monkeypatch.undo()
+    for size, strides in ((4, (2, 2)), (3, (1, 1)), (5, (3, 2))):
+        kernel = jax.random.normal(jax.random.key(1), (size, size, 3, 7))
+        numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+        expected = jax.lax.conv_general_dilated(images, kernel, strides, "VALID", **numbers)
+        found = ppo.convolve(images, kernel, strides, "VALID", **numbers)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.nightly
@@ -295,7 +304,8 @@ def test_ppo_says_which_spaces_it_takes(spaces_, message):
     space, action_space = spaces_
     with pytest.raises(SystemExit, match=message):
         ppo.encode(space, jnp.zeros(1, int))
-        ppo.Policy(action_space)
+        envs = SimpleNamespace(single_observation_space=space, single_action_space=action_space)
+        ppo.train(ppo.Config(), None, envs, None)
 
 
 @pytest.mark.parametrize(
@@ -334,21 +344,38 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
     np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_discounted_returns_are_those_of_each_episode_so_far():
-    config = ppo.Config(num_envs=3, num_steps=40, num_minibatches=1, gamma=0.9)
-    with ppo.make_envs(config, 3) as envs:
-        agent = ppo.Agent(config, envs)
-        state, playing = agent.begin(*jaxvec.reset(envs, seed=0))
-        collect, collected = jax.jit(agent.collect), []
-        for key in jax.random.split(jax.random.key(0)):
-            playing, _, steps = collect(state, playing, key)
-            collected.append((steps.reward, steps.done, steps.discounted))
-    reward, done, discounted = map(np.concatenate, zip(*collected, strict=True))
-    assert done.any(0).all()
-    expected, total = [], np.zeros(3)
-    for now, ended in zip(reward, done, strict=True):
-        total = 0.9 * total + now
+class NoisyEnv(gymnasium.Env):
+    """Draws its rewards and ends, whatever the action is."""
+
+    observation_space = spaces.Discrete(2)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action):
+        terminated, truncated = self.np_random.random(2) < 0.05
+        return 0, self.np_random.normal(), bool(terminated), bool(truncated), {}
+
+
+def test_discounted_returns_are_those_of_each_episode_so_far(register):
+    register("Noisy-v0", NoisyEnv, disable_env_checker=True)
+    options = "--env Noisy-v0 --num-envs 3 --num-workers 1 --num-steps 40 --num-minibatches 1 --gamma 0.9"
+    ppo.main([*options.split(), "--total-steps", "240", "--eval-envs", "1", "--name", "a"])
+    saved = np.load("runs/a/state.npz")
+    oracle = SyncVectorEnv([NoisyEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+    oracle.reset(seed=0)
+    expected, total, ends = [], np.zeros(3), 0
+    for _ in range(80):
+        _, reward, terminated, truncated, _ = oracle.step([0, 0, 0])
+        total = 0.9 * total + reward
         expected.append(total)
-        total = np.where(ended, 0, total)
-    np.testing.assert_allclose(discounted, np.stack(expected), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(playing.discounted, total, rtol=1e-5, atol=1e-6)
+        total = np.where(terminated | truncated, 0, total)
+        ends += (terminated | truncated).sum()
+    assert ends > 10
+    stats = {name: saved[f"['learned'].return_stats.{name}"] for name in ("mean", "var", "count")}
+    assert stats["count"] == 240
+    np.testing.assert_allclose(stats["mean"], np.mean(expected), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(stats["var"], np.var(expected), rtol=1e-4)
+    np.testing.assert_allclose(saved["['playing'][2]"], total, rtol=1e-5, atol=1e-6)
