@@ -143,8 +143,10 @@ class RolloutActor:
                 self._timestep = jax.device_put(unpack(*carry))
             self._snapshot()  # fails now, rather than after a rollout, if envs have no states
             self._key = jax.random.fold_in(jax.random.key(program.seed), number)
+            self._fold_in = jax.jit(jax.random.fold_in)  # takes a tenth of the time of separate operations
             self._params: Any = None
             self._version = -1
+            self._total = self._envs.pool.stats(processes=False).total
         except Exception as error:
             return _pack_error(error)
         return None
@@ -153,34 +155,32 @@ class RolloutActor:
         self, version: int, weights: tuple[bytes, Leaves], index: int, count: int
     ) -> list[PackedRollout | RemoteError]:
         """Runs `count` rollouts, or fewer if one fails. `weights` are only unpacked if they are new."""
-        results: list[PackedRollout | RemoteError] = []
-        while len(results) < count and not (results and isinstance(results[-1], RemoteError)):
-            results.append(self._rollout(version, weights, index + len(results)))
-        return results
-
-    def _rollout(
-        self, version: int, weights: tuple[bytes, Leaves], index: int
-    ) -> PackedRollout | RemoteError:
         assert self._envs is not None
+        results: list[PackedRollout | RemoteError] = []
         try:
             if version != self._version:
                 self._params, self._version = jax.device_put(unpack(*weights)), version
-            before = self._envs.stats().total
-            key = jax.random.fold_in(self._key, index)
-            self._handle, self._timestep, trajectory = self._program(
-                self._params, self._handle, self._timestep, key
-            )
-            structure, leaves = pack(trajectory)
-            snapshot = self._snapshot()
-            after = self._envs.stats().total
-            counts = after.steps - before.steps, after.restarts - before.restarts
-            return PackedRollout(structure, leaves, *counts, self._number, index, version, snapshot)
+            while len(results) < count:
+                results.append(self._rollout(self._envs, index + len(results)))
         except Exception as error:
             try:
                 self._envs.raise_if_failed()
             except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
-                return _pack_error(typed)
-            return _pack_error(error)
+                results.append(_pack_error(typed))
+            else:
+                results.append(_pack_error(error))
+        return results
+
+    def _rollout(self, envs: VectorEnv, index: int) -> PackedRollout:
+        key = self._fold_in(self._key, np.uint32(index))
+        self._handle, self._timestep, trajectory = self._program(
+            self._params, self._handle, self._timestep, key
+        )
+        structure, leaves = pack(trajectory)
+        snapshot = self._snapshot()
+        before, self._total = self._total, envs.pool.stats(processes=False).total
+        counts = self._total.steps - before.steps, self._total.restarts - before.restarts
+        return PackedRollout(structure, leaves, *counts, self._number, index, self._version, snapshot)
 
     def _snapshot(self) -> bytes | None:
         """Returns the states of the envs and the argument of the next rollout, if they are to be saved."""
@@ -255,6 +255,9 @@ _FAULTS = EnvError, EnvTimeoutError, WorkerDiedError, PoolBrokenError
 _LATE_SECONDS = 60.0
 _LATE_FACTOR = 10
 
+# Weights up to this size are sent with each call. An object in Ray's store costs milliseconds of CPU time.
+_MAX_MESSAGE_BYTES = 64 << 10
+
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
 _JOIN_TIMEOUT = 10.0  # seconds for the group's thread to end, with all actors
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
@@ -317,7 +320,7 @@ class ActorGroup:
         self._ray = options.ray
         self._placement = placement
         self._program = self._ray.put(program)
-        self._published: tuple[int, Any] = weights[0], self._ray.put(pack(weights[1]))  # Ray's reference
+        self._published: tuple[int, Any] = weights[0], self._store(weights[1])
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
         self._places = [_Place(number) for number in range(options.num_actors[1])]
         for place, progress in zip(self._places, options.resume, strict=False):
@@ -398,8 +401,7 @@ class ActorGroup:
         options = self._placement.actor_options(place.number, backend.workers_per_actor, runtime_env)
         place.actor = self._ray.remote(**options)(RolloutActor).remote()
         place.deadline = _deadline(self._options.start_timeout)
-        # Retried: until Ray notices the death of a node it reports "unavailable", and lists no dead node.
-        self._call(place, "identify", self._on_identified, options={"max_task_retries": -1})
+        self._call(place, "identify", self._on_identified)
 
     def _on_identified(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
@@ -431,12 +433,18 @@ class ActorGroup:
         self._call(place, "run", self._on_rollouts, place.version, weights, place.index, count)
 
     def _publish(self) -> tuple[int, Any]:
-        """Returns the newest weights that are computed, and stores them for the actors if they are new."""
+        """Returns the version of the newest weights that are computed, and these weights for the actors."""
         version, params = self.newest
         arrays: list[Any] = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
         if version != self._published[0] and all(array.is_ready() for array in arrays):
-            self._published = version, self._ray.put(pack(params))
+            self._published = version, self._store(params)
         return self._published
+
+    def _store(self, params: Any) -> Any:
+        """Returns packed weights, or a reference to them in Ray's object store if they are large."""
+        packed = pack(params)
+        nbytes = sum(np.asarray(leaf).nbytes for leaf in packed[1])
+        return packed if nbytes <= _MAX_MESSAGE_BYTES else self._ray.put(packed)
 
     def _on_rollouts(self, place: _Place, results: list[PackedRollout | RemoteError]) -> None:
         place.deadline, now = float("inf"), time.monotonic()
@@ -551,14 +559,7 @@ class ActorGroup:
         node = self._places[0].node
         raise ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
 
-    def _call(
-        self,
-        place: _Place,
-        method: str,
-        on_result: Callable[[_Place, Any], None],
-        *args: Any,
-        options: dict[str, Any] | None = None,
-    ) -> None:
+    def _call(self, place: _Place, method: str, on_result: Callable[[_Place, Any], None], *args: Any) -> None:
         """Calls a method of an actor. `on_result` gets the result in this thread."""
         incarnation = place.incarnation
 
@@ -572,7 +573,10 @@ class ActorGroup:
             on_result(place, future.result())
 
         place.pending = method
-        bound = getattr(place.actor, method).options(**(options or {}))
+        bound = getattr(place.actor, method)
+        if method == "identify":
+            # Retried: until Ray notices the death of a node it reports "unavailable", and lists no dead node.
+            bound = bound.options(max_task_retries=-1)
         future: Future[Any] = bound.remote(*args).future()
         future.add_done_callback(lambda future: self._events.put(partial(handle, future)))
 
@@ -717,8 +721,8 @@ class Rollouts:
         seed: Seed of the envs and keys.
         backend: `"ray"`, or a `jaxvec.Ray`. An actor holds `resources_per_worker` times
             `workers_per_actor`, and its pool has `workers_per_actor` worker processes. A single worker is
-            the actor itself, unless a timeout of steps or resets is set, or `workers=jaxvec.Workers()` asks
-            for a process. Envs that use JAX need a process.
+            the actor itself, unless `timeouts` limits steps or resets, the actor has a GPU, or
+            `workers=jaxvec.Workers()` asks for a process. Envs that use JAX need a process.
         device: `jax.Device` or sharding for trajectories; JAX's default if `None`.
         max_lag: Largest number of versions between the weights of a trajectory and the newest weights. Older
             trajectories are dropped and counted. `None` for no limit.
@@ -735,11 +739,11 @@ class Rollouts:
             then continues from its last rollout, and so does `resume`, bit for bit.
         resume: Result of `checkpoint`. Actors continue with the next rollouts, and `params` have the version
             that was the newest. Load only what you trust: it contains pickles.
-        timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
-            an actor makes and resets its pool.
+        timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. By default, steps and resets have no
+            limit. `start` also limits the time in which an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
             `None` for no limit, but the log reports a rollout that takes over a minute and ten times longer
-            than any before. Steps have their own limit in `timeouts`.
+            than any before. `timeouts` can limit single steps.
         **options: Other options of `jaxvec.make`, and arguments of the env.
 
     Raises:
@@ -786,7 +790,7 @@ class Rollouts:
         on_fault: OnFault | Restart = "raise",
         save_states: bool = False,
         resume: bytes | None = None,
-        timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
+        timeouts: Timeouts = Timeouts(reset=None, step=None),  # noqa: B008 - it can't be changed
         rollout_timeout: float | None = None,
         **options: Any,
     ) -> None:
@@ -812,8 +816,8 @@ class Rollouts:
         policy = parse_restart(on_fault)
         workers = ray_options.workers_per_actor
         # One worker would only wait for the actor's process, and the other way round.
-        needs_process = not {"workers", "spare_envs", "batch_size"}.isdisjoint(options)
-        needs_process |= workers > 1 or bool(timeouts.step or timeouts.reset)
+        needs_process = workers > 1 or not {"workers", "spare_envs", "batch_size"}.isdisjoint(options)
+        needs_process |= bool(timeouts.step or timeouts.reset or ray_options.of_actor().get("GPU"))
         options |= {"num_workers": workers, "on_fault": on_fault, "timeouts": timeouts}
         options["backend"] = "process" if needs_process else "serial"
         if save_states:
@@ -840,7 +844,8 @@ class Rollouts:
             self._ray, ray_options, (least, most), *limits, policy, tuple(self._progress)
         )
         placement = nodes.Placement(self._ray, ray_options, [workers] * most, timeouts.start)
-        self._actors = ActorGroup(group_options, placement, pickled, (self._version, params))
+        weights = self._version, jax.tree.map(copy_leaf, params)
+        self._actors = ActorGroup(group_options, placement, pickled, weights)
         # Not at exit: Ray itself ends the actors then.
         weakref.finalize(self, self._actors.stop).atexit = False
         try:

@@ -211,15 +211,10 @@ class Stats:
 
 
 def read(
-    rows: NDArray[np.int64],
-    restarts: Sequence[int],
-    processes: Sequence[ProcessStats | None],
-    *,
-    states: int,
-    state_row_bytes: int,
-) -> Stats:
+    rows: NDArray[np.int64], restarts: Sequence[int], processes: Sequence[ProcessStats | None]
+) -> tuple[WorkerStats, ...]:
     """Returns the statistics in the workers' rows `[num_workers, WIDTH]`, with the counts of the parent."""
-    workers = tuple(
+    return tuple(
         WorkerStats(
             steps=row[STEPS],
             episodes=row[EPISODES],
@@ -236,4 +231,3 @@ def read(
         )
         for row, count, process in zip(rows.tolist(), restarts, processes, strict=True)
     )
-    return Stats(workers, sum(workers, WorkerStats()), states, state_row_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import pickle
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +38,8 @@ pytestmark = test_ray.pytestmark
 NUM_ENVS = 3
 PARAMS = np.zeros((4, 2), np.float32)
 ONE = jaxvec.Restart(max_restarts=1, rate=None)
+LIMITED = jaxvec.Timeouts(start=200)
+UNLIMITED = replace(inspect.signature(jaxvec.Rollouts).parameters["timeouts"].default, start=200)
 
 
 class Steps(NamedTuple):
@@ -70,7 +74,7 @@ OPTIONS = {
     "num_actors": 2,
     "seed": 5,
     "save_states": True,
-    "timeouts": jaxvec.Timeouts(start=200),
+    "timeouts": UNLIMITED,
 }
 
 
@@ -84,7 +88,7 @@ def make_rollouts(cluster):
             "num_envs": 2,
             "num_actors": 1,
             "params": np.int32(0),
-            "timeouts": jaxvec.Timeouts(start=200),
+            "timeouts": LIMITED,
         } | options
         made.append(jaxvec.Rollouts(rollout, env, **options))
         return made[-1]
@@ -128,8 +132,9 @@ def learn(rollouts, came, params, enough):
         came.append(get(rollouts))
 
 
-def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make):
-    params, came, options = [PARAMS], [], OPTIONS | {"on_fault": ONE}
+@pytest.mark.parametrize("timeouts", [LIMITED, UNLIMITED], ids=["process", "serial"])
+def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make, timeouts):
+    params, came, options = [PARAMS], [], OPTIONS | {"on_fault": ONE, "timeouts": timeouts}
     rollouts = make_rollouts(params=PARAMS, **options)
 
     def last(actor):
@@ -215,11 +220,11 @@ def test_states_that_can_not_be_saved_are_an_error_at_the_start(make_rollouts):
     assert isinstance(caught.value.__cause__, jaxvec.EnvStateError)
 
 
-def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
+@pytest.mark.parametrize("timeouts", [LIMITED, UNLIMITED], ids=["process", "serial"])
+def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make, timeouts):
     seed, params = 5, [PARAMS]
-    rollouts = make_rollouts(
-        rollout, "CartPole-v1", num_envs=NUM_ENVS, num_actors=2, params=PARAMS, seed=seed, in_flight=2
-    )
+    options = {"num_envs": NUM_ENVS, "num_actors": 2, "seed": seed, "in_flight": 2, "timeouts": timeouts}
+    rollouts = make_rollouts(rollout, "CartPole-v1", params=PARAMS, **options)
     came = [get(rollouts)]
     while len(came) < 12 or {done.actor for done in came} != {0, 1}:
         params.append(params[-1] + np.arange(8, dtype=np.float32).reshape(4, 2) / 10)
@@ -350,6 +355,23 @@ def test_push_does_not_wait_for_an_update(make_rollouts):
     assert (done.version, done.trajectory["params"]) == (1, 1)
 
 
+@pytest.mark.parametrize("size", [1, 100_000], ids=["sent with each call", "stored"])
+def test_later_changes_of_params_do_not_affect_actors(make_rollouts, size):
+    params = np.zeros(size, np.float32)
+    rollouts = make_rollouts(params=params, on_fault=ONE)
+    params += 1
+    ray.kill(rollouts._actors._places[0].actor)
+    came = [get(rollouts)]
+    while faults(rollouts) != [1]:
+        came.append(get(rollouts))
+    rollouts.push(params)
+    params += 1
+    while came[-1].version == 0:
+        came.append(get(rollouts))
+    for done in came:
+        np.testing.assert_array_equal(done.trajectory["params"], np.full(size, done.version))
+
+
 def test_rollout_exception_is_raised_and_breaks_the_rollouts(make_rollouts):
     def failing(params, handle, timestep, key):
         raise LookupError("no such layer")
@@ -396,6 +418,32 @@ def test_an_actor_that_dies_is_an_error(make_rollouts):
         while True:
             get(rollouts)
     assert (caught.value.actor, caught.value.node.startswith("node ")) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"timeouts": UNLIMITED}, jaxvec.ActorDiedError),
+        ({"timeouts": LIMITED}, jaxvec.RolloutError),
+        ({"timeouts": UNLIMITED, "workers": jaxvec.Workers()}, jaxvec.RolloutError),
+        ({"timeouts": UNLIMITED, "backend": jaxvec.Ray(workers_per_actor=2)}, jaxvec.RolloutError),
+        (
+            {"timeouts": UNLIMITED, "backend": jaxvec.Ray(resources_per_worker={"GPU": 1})},
+            jaxvec.RolloutError,
+        ),
+    ],
+    ids=["serial", "limits", "workers", "two workers", "GPU"],
+)
+def test_an_env_that_crashes_ends_its_actor_or_its_worker(make_rollouts, cluster, options, error):
+    class Crashing(CountingEnv):
+        def step(self, action):
+            os._exit(3)
+
+    node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
+    with pytest.raises(error) as caught:
+        get(make_rollouts(env=Crashing, **options))
+    assert isinstance(caught.value.__cause__, jaxvec.WorkerDiedError) == (error is jaxvec.RolloutError)
+    cluster.remove_node(node)
 
 
 def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
