@@ -363,6 +363,18 @@ class SyncRollouts:
     def get(self) -> Any:
         return jax.device_put(ray.get(self._pending))
 
+    def wait(self) -> None:
+        ray.wait([self._pending])
+
+
+def wait_until_idle(system: Any, in_flight: int) -> None:
+    """Waits until an actor has finished all rollouts that it may, so that it does not disturb others."""
+    if isinstance(system, SyncRollouts):
+        system.wait()
+        return
+    while (stats := system.stats()).actors[0].rollouts < stats.rollouts + in_flight:
+        time.sleep(0.01)
+
 
 def actors(rounds: int, times: int) -> Iterator[str]:
     """Compares one actor of `jaxvec.Rollouts` with a Ray actor that steps a `SyncVectorEnv`."""
@@ -399,6 +411,7 @@ def actors(rounds: int, times: int) -> Iterator[str]:
                         jax.block_until_ready(getattr(done, "trajectory", done))
                         system.push(PARAMS)
                     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                    wait_until_idle(system, 2 * per_call)
                     if turn:
                         steps = num_rollouts * num_steps * num_envs
                         results.append((steps / wall, cpu / steps * 1e6))
