@@ -2,18 +2,21 @@
 
     python examples/ppo_atari.py
     python examples/ppo_atari.py --env ALE/Breakout-v5 --sticky 0
+    python examples/ppo_atari.py --resume runs/NAME
 
-Workers return single frames, scores and lives, preprocessed by Gymnasium's `AtariPreprocessing`. The
-program stacks four frames and clips rewards to their sign. It treats a lost life as the end of an episode
-for learning, while the game continues. The reported returns are unclipped scores of whole games.
+The file is complete. Workers return single frames, scores and lives, preprocessed by Gymnasium's
+`AtariPreprocessing`. The program stacks four frames and clips rewards to their sign. It treats a lost life as
+the end of an episode for learning, while the game continues. The reported returns are unclipped scores of
+whole games.
 
 As in every `ALE/...-v5`, the emulator repeats the last action with probability 0.25 in each frame. To compare
-with older results, disable these sticky actions with `--sticky 0`. The shared parts of PPO are imported from
-`shared_ppo.py`.
+with older results, disable these sticky actions with `--sticky 0`. Each run has a folder in `runs`. Ctrl-C
+ends a run after the current update.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,35 +25,58 @@ from typing import Any, NamedTuple
 import gymnasium
 import jax
 import jax.numpy as jnp
-import shared_ppo
-import shared_training
+import optax
 from flax import linen as nn
+from flax import serialization
 from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing
-from shared_ppo import Agent, Batch, Categorical
-from shared_training import Report, Result, Returns, Trained, finish, need, option, parse, repeat
 
 import jaxvec
+from jaxvec.logging import Episodes, Run, option, training
 
 _NUM_FRAMES = 4
 
 
 @dataclass(frozen=True)
-class Config(shared_ppo.Config):
+class Config:
     env: str = option("ALE/Pong-v5", "id of an ALE game")
     num_envs: int = option(16, "number of envs, in two alternating halves")
+    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
     total_steps: int = option(1_000_000, "env steps of four frames each, rounded up to whole updates")
+    num_steps: int = option(64, "steps of each env per update")
     num_epochs: int = option(2, "passes over the steps of an update")
     num_minibatches: int = option(4, "gradient steps per pass")
     lr: float = option(5e-4, "learning rate, falling linearly to 0")
+    gamma: float = option(0.99, "discount per step")
+    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
     clip: float = option(0.1, "PPO clip range")
     entropy_weight: float = option(0.01, "weight of the entropy bonus")
+    value_weight: float = option(0.5, "weight of the value loss")
+    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
     sticky: float = option(0.25, "probability that a frame repeats the last action")
+    stop_at: float | None = option(None, "stop once the mean score reaches this value", float)
+    save_every: int = option(20, "updates between two saves")
+    seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
+        if min(*sizes, self.save_every) < 1:
+            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
         if self.num_envs % 2:
             raise ValueError("--num-envs must be even, because the envs are split into two halves")
+        if self.steps_per_update % self.num_minibatches:
+            raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        return -(-self.total_steps // self.steps_per_update)
 
 
 def patches(images: jax.Array, size: int, stride: int) -> jax.Array:
@@ -99,12 +125,27 @@ def repeated(first: jax.Array) -> jax.Array:
     return jnp.repeat(first[..., None], _NUM_FRAMES, axis=-1)
 
 
-class Decision(NamedTuple):
-    """Actions for half of the envs, `[half, ...]`, with their inputs. The results arrive later."""
+def evaluate(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probability of the action and the entropy, `[...]` in nats."""
+    log_probs = jax.nn.log_softmax(logits)
+    log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+    return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
-    frames: jax.Array  # [half, 84, 84, 4] uint8, input of the network
+
+class Seen(NamedTuple):
+    """Half of the envs, ready for their next actions."""
+
+    env_id: jax.Array  # [half] int32
+    frames: jax.Array  # [half, 84, 84, 4] uint8, inputs of the network
     lives: jax.Array  # [half] int32
-    action: jax.Array  # [half] int32
+
+
+class Decision(NamedTuple):
+    """Actions for half of the envs, with their inputs. The results arrive later."""
+
+    frames: jax.Array  # [half, 84, 84, 4] uint8
+    lives: jax.Array  # [half] int32
+    action: jax.Array  # [half] int32, from 0
     log_prob: jax.Array  # [half] float32
     value: jax.Array  # [half] float32
 
@@ -118,104 +159,160 @@ class Steps(NamedTuple):
     terminated: jax.Array  # [half] bool, also if a life was lost
     done: jax.Array  # [half] bool, also if a life was lost
     game_over: jax.Array  # [half] bool
-    score: jax.Array  # [half] float32, score of the game so far
 
 
 class State(NamedTuple):
     """State of training between two updates."""
 
+    number: jax.Array  # [] int32, updates so far
     params: Any
     opt_state: Any
+    episodes: Episodes
+
+
+class Playing(NamedTuple):
+    """State of the running games between two updates. No env is pending, so their states can be saved."""
+
     handle: jaxvec.Handle
-    timestep: jaxvec.TimeStep  # results of the half that acts next
-    # The decision that led to `timestep`, and the one that the other half executes now.
-    waiting: tuple[Decision, Decision]
-    returns: Returns
+    halves: tuple[Seen, Seen]  # the one that acts next is first
 
 
-def decide(
-    agent: Agent,
-    params: Any,
-    handle: jaxvec.Handle,
-    timestep: jaxvec.TimeStep,
-    frames: jax.Array,
-    key: jax.Array,
-) -> tuple[jaxvec.Handle, jaxvec.TimeStep, Decision]:
-    """Sends actions to half of the envs, and returns the time step of the other half."""
-    logits, value = agent.network.apply(params, frames)
-    action = agent.policy.sample(logits, key)
-    log_prob, _ = agent.policy.evaluate(logits, action)
-    decision = Decision(frames, timestep.info["lives"], action, log_prob, value)
-    handle = jaxvec.send(handle, agent.policy.to_env(action), timestep.info["env_id"])
-    return *jaxvec.recv(handle), decision
+def advantages(config: Config, steps: Steps) -> jax.Array:
+    """Returns generalised advantages, `[num_steps, num_envs]` float32."""
+    # Bootstrap unless the episode terminated: a truncated game could have continued.
+    future = config.gamma * jnp.where(steps.terminated, 0, steps.next_value)
+    surprise = steps.reward + future - steps.decision.value
+
+    def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        advantage = now[0] + jnp.where(now[1], 0, config.gamma * config.gae_lambda * later)
+        return advantage, advantage
+
+    return jax.lax.scan(add, jnp.zeros_like(surprise[0]), (surprise, steps.done), reverse=True)[1]
 
 
-def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
+class Agent:
+    """The parts that do not change during training, and the functions that are compiled."""
 
-    def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
-        handle, timestep, (answered, other) = carry
+    def __init__(self, config: Config, action_space: Any) -> None:
+        assert isinstance(action_space, spaces.Discrete)
+        self.config: Config = config
+        self.network: Any = NatureNetwork(int(action_space.n))  # Any: flax annotates no type of `apply`
+        num_steps = config.num_updates * config.num_epochs * config.num_minibatches
+        adam = optax.adam(optax.linear_schedule(config.lr, 0, num_steps))
+        clipped = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam)
+        # All parameters in one vector: there are fewer operations to compile and run.
+        self.optimizer: optax.GradientTransformation = optax.flatten(clipped)
+
+    def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Playing]:
+        """Returns the initial states, given the `handle` and `timestep` of a reset."""
+
+        def seen(timestep: jaxvec.TimeStep) -> Seen:
+            return Seen(timestep.info["env_id"], repeated(timestep.obs), timestep.info["lives"])
+
+        handle, other = jaxvec.recv(handle)
+        halves = seen(timestep), seen(other)
+        params = self.network.init(jax.random.key(self.config.seed), halves[0].frames)
+        state = State(jnp.int32(0), params, self.optimizer.init(params), Episodes.create())
+        return state, Playing(handle, halves)
+
+    def send(self, params: Any, handle: jaxvec.Handle, seen: Seen, key: jax.Array) -> tuple[Any, Decision]:
+        """Sends actions to half of the envs."""
+        logits, value = self.network.apply(params, seen.frames)
+        action = jax.random.categorical(key, logits)
+        handle = jaxvec.send(handle, action, seen.env_id)
+        return handle, Decision(seen.frames, seen.lives, action, evaluate(logits, action)[0], value)
+
+    def receive(self, params: Any, handle: jaxvec.Handle, decision: Decision, episodes: Episodes) -> Any:
+        """Waits for the results of a decision. Returns the handle, what is seen, episodes and the step."""
+        handle, timestep = jaxvec.recv(handle)
         _, reward, terminated, truncated, info = timestep
         game_over = terminated | truncated
         # At the end of a game, frame and lives are already those of the next game.
-        frames = push(answered.frames, timestep.obs)
+        frames = push(decision.frames, timestep.obs)
         frames = jnp.where(game_over[:, None, None, None], repeated(timestep.obs), frames)
-        handle, after, decision = decide(agent, state.params, handle, timestep, frames, key)
-
-        def within() -> jax.Array:
-            _, value = agent.network.apply(state.params, push(answered.frames, info["final_obs"]))
-            return jnp.where(game_over, value, decision.value)
-
         # Only a truncated game, which is rare, needs the value of its last frame.
-        next_value = jax.lax.cond(truncated.any(), within, lambda: decision.value)
-        lost = jnp.where(game_over, info["final_info"]["lives"], info["lives"]) < answered.lives
-        ends = terminated | lost, game_over | lost, game_over
-        steps = Steps(answered, next_value, jnp.sign(reward), *ends, info["episode_return"])
-        return (handle, after, (other, decision)), steps
+        final = push(decision.frames, info["final_obs"])
+        value = partial(self.network.apply, params)
+        last = jax.lax.cond(truncated.any(), lambda: value(final)[1], lambda: jnp.zeros_like(decision.value))
+        lost = jnp.where(game_over, info["final_info"]["lives"], info["lives"]) < decision.lives
+        step = Steps(decision, last, jnp.sign(reward), terminated | lost, game_over | lost, game_over)
+        return handle, Seen(info["env_id"], frames, info["lives"]), episodes.add(timestep), step
 
-    carry = state.handle, state.timestep, state.waiting
-    carry, steps = jax.lax.scan(play, carry, jax.random.split(key, 2 * agent.config.num_steps))
-    # The halves alternate, so two consecutive entries are one step of all envs.
-    shape = agent.config.num_steps, agent.config.num_envs
-    steps: Steps = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), steps)
-    handle, timestep, waiting = carry
-    return state._replace(handle=handle, timestep=timestep, waiting=waiting), steps
+    def collect(self, state: State, playing: Playing, key: jax.Array) -> tuple[Playing, Episodes, Steps]:
+        """Plays `num_steps` steps in every env."""
+        params, num_steps = state.params, self.config.num_steps
+        keys = jax.random.split(key, 2 * num_steps)
+        handle, first = self.send(params, playing.handle, playing.halves[0], keys[0])
+        handle, second = self.send(params, handle, playing.halves[1], keys[1])
 
+        def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
+            handle, (answered, other), episodes = carry
+            handle, seen, episodes, step = self.receive(params, handle, answered, episodes)
+            handle, decision = self.send(params, handle, seen, key)
+            return (handle, (other, decision), episodes), step
 
-def update(agent: Agent, state: State, key: jax.Array) -> State:
-    """Collects steps and learns from them, once."""
-    play_key, learn_key = jax.random.split(key)
-    state, steps = collect(agent, state, play_key)
-    frames, _, action, log_prob, value = steps.decision
-    ends = steps.terminated, steps.done
-    advantage = shared_ppo.advantages(
-        agent.config, steps.reward, *ends, value=value, next_value=steps.next_value
-    )
-    batch = Batch(frames, action, log_prob, advantage, advantage + value)
-    params, opt_state = shared_ppo.descend(agent, state.params, state.opt_state, batch, learn_key)
-    returns = state.returns.add(steps.game_over, steps.score)
-    return state._replace(params=params, opt_state=opt_state, returns=returns)
+        carry = handle, (first, second), state.episodes
+        (handle, (first, second), episodes), steps = jax.lax.scan(play, carry, keys[2:])
+        handle, now, episodes, step = self.receive(params, handle, first, episodes)
+        handle, later, episodes, last_step = self.receive(params, handle, second, episodes)
+        # The halves alternate, so two consecutive entries are one step of all envs.
+        steps = jax.tree.map(
+            lambda *leaves: jnp.concatenate([leaves[0], jnp.stack(leaves[1:])]), steps, step, last_step
+        )
+        steps = jax.tree.map(lambda leaf: leaf.reshape(num_steps, -1, *leaf.shape[2:]), steps)
+        values = [self.network.apply(params, seen.frames)[1] for seen in (now, later)]
+        following = jnp.concatenate([steps.decision.value[1:], jnp.concatenate(values)[None]])
+        steps = steps._replace(next_value=jnp.where(steps.game_over, steps.next_value, following))
+        return Playing(handle, (now, later)), episodes, steps
 
+    def loss(self, params: Any, decision: Decision, advantage: Any, target: Any) -> Any:
+        """Returns PPO's loss of a minibatch, `[]` float32, and its parts."""
+        logits, value = self.network.apply(params, decision.frames)
+        log_prob, entropy = evaluate(logits, decision.action)
+        log_ratio, clip = log_prob - decision.log_prob, self.config.clip
+        ratio = jnp.exp(log_ratio)
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage).mean()
+        error, entropy = 0.5 * jnp.square(value - target).mean(), entropy.mean()
+        total = self.config.value_weight * error - gain - self.config.entropy_weight * entropy
+        metrics = {"policy_loss": -gain, "value_loss": error, "entropy": entropy}
+        return total, metrics | {"kl": jnp.mean(ratio - 1 - log_ratio)}
 
-def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array) -> State:
-    """Returns the state after a reset and one action of each half."""
-    init_key, *keys = jax.random.split(key, 3)
-    params = agent.network.init(init_key, repeated(timestep.obs))
-    waiting: list[Decision] = []
-    for key in keys:
-        first = repeated(timestep.obs)
-        handle, timestep, decision = decide(agent, params, handle, timestep, first, key)
-        waiting.append(decision)
-    opt_state = agent.optimizer.init(params)
-    return State(params, opt_state, handle, timestep, (waiting[0], waiting[1]), Returns.create())
+    def update(self, state: State, playing: Playing) -> tuple[State, Playing, dict[str, jax.Array]]:
+        """Collects steps and learns from them, once. Also returns metrics, `[]` float32."""
+        config = self.config
+        # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
+        play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
+        playing, episodes, steps = self.collect(state, playing, play_key)
+        advantage = advantages(config, steps)
+        target = advantage + steps.decision.value
+        batch = steps.decision, (advantage - advantage.mean()) / (advantage.std() + 1e-8), target
+        batch = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
 
+        def descend(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], Any]:
+            params, opt_state = carry
+            minibatch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), batch)
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(params, *minibatch)
+            change, opt_state = self.optimizer.update(gradient, opt_state, params)
+            return (optax.apply_updates(params, change), opt_state), metrics
 
-def train(
-    agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
-) -> Trained[State]:
-    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
-    init_key, train_key = jax.random.split(key)
-    state = begin(agent, handle, timestep, init_key)
-    return repeat(partial(update, agent), state, train_key, agent.config, report)
+        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, config.steps_per_update)))
+        chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
+        (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
+        metrics = jax.tree.map(jnp.mean, metrics)
+        return State(state.number + 1, params, opt_state, episodes), playing, metrics
+
+    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
+        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
+        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
+
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, playing, metrics = self.update(*carry[:2])
+            means = state.episodes.means()
+            run.log(state.number * self.config.steps_per_update, **means, **metrics)
+            return state, playing, run.stopping() | (means["episode_return"] >= goal)
+
+        carry = state, playing, jnp.bool_(False)
+        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
 
 
 def halves(config: Config) -> dict[str, Any]:
@@ -224,11 +321,8 @@ def halves(config: Config) -> dict[str, Any]:
 
 
 def make_envs(config: Config) -> jaxvec.VectorEnv:
-    need("atari", "ale_py", "cv2")
-    env_id, sticky = (
-        config.env,
-        config.sticky,
-    )  # the function below must not refer to `config`, as workers would then import JAX
+    # The function below must not refer to `config`, as workers would then import JAX.
+    env_id, sticky = config.env, config.sticky
 
     def game() -> gymnasium.Env[Any, Any]:
         import ale_py  # pyright: ignore[reportMissingImports]
@@ -237,25 +331,34 @@ def make_envs(config: Config) -> jaxvec.VectorEnv:
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner of each worker
         return AtariPreprocessing(gymnasium.make(env_id, frameskip=1, repeat_action_probability=sticky))
 
-    workers = config.num_workers
-    return jaxvec.make(game, config.num_envs, num_workers=workers, info={"lives": int}, **halves(config))
+    options: Any = {"num_workers": config.num_workers, "states": config.num_envs, **halves(config)}
+    return jaxvec.make(game, config.num_envs, info={"lives": int}, **options)
 
 
-def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    actions = envs.single_action_space
-    assert isinstance(actions, spaces.Discrete)
-    network = NatureNetwork(int(actions.n))
-    return Agent(config, Categorical(actions), network, shared_ppo.make_optimizer(config))
-
-
-def run(config: Config) -> Result:
+def train(config: Config, run: Run) -> None:
+    """Trains, or continues a run, and writes its folder."""
     with make_envs(config) as envs:
-        return shared_training.run(config, envs, partial(train, make_agent(config, envs)))
+        agent = Agent(config, envs.single_action_space)
+        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
+        state, playing = run.load(state, playing, envs)
+        program, stop = jax.jit(partial(agent.train, run)), False
+        with run.signals():
+            run.show("compiling")
+            while state.number < config.num_updates and not stop:
+                until = jnp.minimum(state.number + config.save_every, config.num_updates)
+                state, playing, stop = jax.block_until_ready(program(state, playing, until))
+                run.save(state, playing, envs)
+                run.write("params.msgpack", serialization.to_bytes(state.params))
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
-    config = parse(Config, "ppo_atari", "Train PPO on an Atari game.", argv)
-    return finish(config, "PPO", "ppo_atari", run(config))
+def main(argv: Sequence[str] | None = None) -> Run:
+    if missing := [name for name in ("ale_py", "cv2") if importlib.util.find_spec(name) is None]:
+        packages = 'pip install "ale-py>=0.11" "opencv-python-headless>=4.8"'
+        raise SystemExit(f"this example needs {', '.join(missing)}: {packages}")
+    gymnasium.register_envs(importlib.import_module("ale_py"))
+    with training(Config, argv, program="ppo_atari", about="Train PPO on an Atari game.") as (config, run):
+        train(config, run)
+    return run
 
 
 if __name__ == "__main__":

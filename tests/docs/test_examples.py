@@ -16,7 +16,6 @@ import impala
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import ppo_atari
 import ppo_mujoco
 import ppo_recurrent
@@ -25,10 +24,12 @@ import sac
 import search
 import shared_ppo
 import shared_training
+from flax import linen as nn
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
+from jaxvec.logging import Run
 
 KEY = jax.random.key(0)
 
@@ -84,9 +85,11 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent"])
+@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent", "ppo_atari"])
 def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     """A copy needs none of the other files, and writes its folder when it is interrupted."""
+    if name == "ppo_atari":
+        pytest.importorskip("ale_py", reason="ale_py is not installed")
     source = Path(__file__).parents[2] / "examples" / f"{name}.py"
     Path("my_program.py").write_text(source.read_text())
     words = [
@@ -112,15 +115,42 @@ def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     assert {"metrics.csv", "params.msgpack", "state.npz"} < {path.name for path in Path("runs/a").iterdir()}
 
 
-def test_atari_trains_reports_and_plots(monkeypatch, capsys):
+class TinyNetwork(nn.Module):
+    """A network that takes less time to compile than `NatureNetwork`."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, frames):
+        hidden = frames[:, ::16, ::16].reshape(len(frames), -1) / 255
+        return nn.Dense(self.num_actions)(hidden), nn.Dense(1)(hidden)[..., 0]
+
+
+def test_atari_continues_with_its_games(monkeypatch, capsys):
     pytest.importorskip("ale_py", reason="ale_py is not installed")
-    options = "--num-steps 8 --num-minibatches 2 --num-envs 4 --total-steps 64 --plot curve.png --log log"
-    result = ppo_atari.main(options.split())
-    assert result.env_steps == 64
-    assert result.curve.shape == (2,)
-    assert [line.split(",")[0] for line in Path("log").read_text().splitlines()] == ["32", "64"]
-    assert Path("curve.png").exists()
-    assert "64 env steps" in capsys.readouterr().out
+    monkeypatch.setattr(ppo_atari, "NatureNetwork", TinyNetwork)
+    options = "--num-steps 8 --num-minibatches 2 --num-envs 4 --num-workers 1 --total-steps 96 --save-every 1"
+    whole = ppo_atari.main([*options.split(), "--name", "whole"])
+    assert whole.env_steps == 96
+    assert "96 env steps" in capsys.readouterr().out
+    rows = list(csv.DictReader(Path("runs/whole/metrics.csv").read_text().splitlines()))
+    assert [row["env_steps"] for row in rows] == ["32", "64", "96"]
+    assert np.load("runs/whole/state.npz")["envs"].size > 0
+
+    def fail(self, name, data):
+        before(self, name, data)
+        if name == "params.msgpack":
+            raise ConnectionError("killed")
+
+    before = Run.write
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError, match="killed"):
+        patch.setattr(Run, "write", fail)
+        ppo_atari.main([*options.split(), "--name", "half"])
+    assert ppo_atari.main(["--resume", "runs/half"]).env_steps == 96
+    found, expected = (np.load(f"runs/{name}/state.npz") for name in ("half", "whole"))
+    assert {*found} == {*expected}
+    for name in {*expected} - {"envs"}:  # pickles of equal states of games differ
+        np.testing.assert_array_equal(found[name], expected[name], name)
 
 
 @pytest.mark.parametrize(("program", "module"), [(ppo_atari, "ale_py"), (ppo_mujoco, "mujoco")])
@@ -157,24 +187,25 @@ def value_of(frames):
 
 
 def test_atari_halves_learn_from_the_results_gymnasium_returns():
-    """Each result belongs to the decision before the last, also of the decision that an update left open."""
+    """Each result belongs to the decision before the last, also the first and the last ones of an update."""
     num_steps, num_envs = 20, 6
     config = ppo_atari.Config(num_envs=num_envs, num_steps=num_steps, num_minibatches=1)
-    network = SimpleNamespace(
-        init=lambda *_: (), apply=lambda _, frames: (jnp.zeros((len(frames), 3)), value_of(frames))
+    agent = ppo_atari.Agent(config, GameEnv.action_space)
+    agent.network = SimpleNamespace(
+        init=lambda *_: jnp.zeros(1), apply=lambda _, frames: (jnp.zeros((len(frames), 3)), value_of(frames))
     )
-    policy = shared_ppo.Categorical(GameEnv.action_space)
-    agent = shared_ppo.Agent(config, policy, network, optax.identity())
     updates = []
     with jaxvec.make(GameEnv, num_envs, info={"lives": int}, **ppo_atari.halves(config)) as envs:
-        state = jax.jit(partial(ppo_atari.begin, agent))(*jaxvec.reset(envs, seed=7), KEY)
+        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=7))
         for key in jax.random.split(KEY):
-            state, steps = jax.jit(partial(ppo_atari.collect, agent))(state, key)
+            playing, episodes, steps = jax.jit(agent.collect)(state, playing, key)
+            state = state._replace(episodes=episodes)
             updates.append(steps)
+    returns = []
     played = jax.tree.map(lambda *leaves: np.concatenate(leaves), *updates)
 
-    first = state.timestep.info["env_id"].tolist()
-    order = first + [env_id for env_id in range(num_envs) if env_id not in first]
+    order = np.concatenate([half.env_id for half in playing.halves]).tolist()
+    assert sorted(order) == [*range(num_envs)]
     lost, cut = 0, 0
     for number, env_id in enumerate(order):
         env = GameEnv()
@@ -197,15 +228,17 @@ def test_atari_halves_learn_from_the_results_gymnasium_returns():
                 terminated or life_lost,
                 over or life_lost,
                 over,
-                score,
             )
             jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), now, expected)
             lost, cut = lost + (life_lost and not over), cut + truncated
             frames, lives = after, env.lives
             if over:
+                returns.append(score)
                 frame, _ = env.reset()
                 frames, score, lives = np.stack([frame] * 4, -1), 0.0, env.lives
     assert min(lost, cut) > 3
+    assert episodes.total == len(returns)
+    np.testing.assert_allclose(episodes.means()["episode_return"], np.mean(returns), rtol=1e-5)
 
 
 class Counting(dqn.Agent):
