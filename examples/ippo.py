@@ -2,10 +2,12 @@
 
     python examples/ippo.py
     python examples/ippo.py --env pettingzoo.butterfly.knights_archers_zombies_v11
+    python examples/ippo.py --resume runs/NAME
 
-The agents share one network, and each learns from its own rewards. Agents may leave before the episode ends:
-the masks of the adapter mark the agents that act, and rows of others have no weight in the loss. The shared
-parts of PPO are in `shared_ppo.py`.
+The file is complete: copy and change it. The agents share one network, and each learns from its own rewards.
+Agents may leave before the episode ends: the masks of the adapter mark the agents that act, and rows of
+others have no weight in the loss. Each run has a folder in `runs`. Ctrl-C ends a run after the current
+update.
 """
 
 from __future__ import annotations
@@ -19,41 +21,153 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import shared_ppo
-import shared_training
+from flax import linen as nn
+from flax import serialization
 from gymnasium import spaces
-from shared_ppo import ActorCritic, Batch, Categorical
-from shared_training import Report, Result, Returns, Trained, finish, option, parse, repeat
 
 import jaxvec
+from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
+from jaxvec.logging import Episodes, Run, option, training
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config(shared_ppo.Config):
+class Config:
     env: str = option(
         "mpe2.simple_spread_v3", "module with a function parallel_env, of equal Discrete agents"
     )
     num_envs: int = option(16, "number of envs")
-    num_steps: int = option(50, "steps of each env per update")
+    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
     total_steps: int = option(100_000, "env steps, rounded up to a multiple of num-envs x num-steps")
+    num_steps: int = option(50, "steps of each env per update")
+    num_epochs: int = option(4, "passes over the steps of an update")
     num_minibatches: int = option(4, "gradient steps per pass")
+    lr: float = option(1e-3, "learning rate, falling linearly to 0")
     gamma: float = option(0.95, "discount per step")
+    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
+    clip: float = option(0.2, "PPO clip range")
     entropy_weight: float = option(0.01, "weight of the entropy bonus")
+    value_weight: float = option(0.5, "weight of the value loss")
+    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
+    stop_at: float | None = option(None, "stop once the mean return of the agents reaches this value", float)
+    save_every: int = option(100, "updates between two saves")
+    seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+
+    def __post_init__(self) -> None:
+        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
+        if min(*sizes, self.save_every) < 1:
+            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
+        if self.steps_per_update % self.num_minibatches:
+            raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        return -(-self.total_steps // self.steps_per_update)
 
 
-@dataclass(frozen=True)
-class Team:
-    """The parts that do not change during training."""
+class ActorCritic(nn.Module):
+    """Separate networks for policy and value, with two hidden layers each."""
 
-    config: Config
-    names: tuple[str, ...]  # of the agents, in the order of the rewards
-    policy: Categorical
-    network: Any  # an ActorCritic; Any because flax annotates no result type for `apply`
-    optimizer: optax.GradientTransformation
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Maps `[..., obs_size]` to logits `[..., num_actions]` and values `[...]`."""
+
+        def network(num_outputs: int, scale: float) -> jax.Array:
+            hidden = obs
+            for _ in range(2):
+                hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
+            return nn.Dense(num_outputs, kernel_init=nn.initializers.orthogonal(scale))(hidden)
+
+        logits = network(self.num_actions, 0.01)  # small, so the initial policy is nearly uniform
+        return logits, network(1, 1.0)[..., 0]
+
+
+class State(NamedTuple):
+    """State of training between two updates."""
+
+    number: jax.Array  # [] int32, updates so far
+    params: Any
+    opt_state: Any
+    obs_stats: RunningMeanStd  # [obs_size]
+    episodes: Episodes  # with returns that are means over the agents
+
+
+class Playing(NamedTuple):
+    """State of the running episodes between two updates."""
+
+    handle: jaxvec.Handle
+    obs: jax.Array  # [num_envs, num_agents, obs_size] float32
+    alive: jax.Array  # [num_envs, num_agents] bool
+
+
+class Steps(NamedTuple):
+    """Data of one step of all envs. `collect` stacks them to `[num_steps, num_envs, num_agents, ...]`."""
+
+    raw: jax.Array  # [num_envs, num_agents, obs_size] float32
+    obs: jax.Array  # [num_envs, num_agents, obs_size] float32, normalised
+    action: jax.Array  # [num_envs, num_agents] int32, from 0
+    log_prob: jax.Array  # [num_envs, num_agents] float32
+    value: jax.Array  # [num_envs, num_agents] float32
+    next_value: jax.Array  # [num_envs, num_agents] float32, of the same episode
+    reward: jax.Array  # [num_envs, num_agents] float32
+    terminated: jax.Array  # [num_envs, num_agents] bool, of the agent
+    done: jax.Array  # [num_envs, num_agents] bool, whether the step was the agent's last
+    acted: jax.Array  # [num_envs, num_agents] bool, whether the agent took part in the step
+
+
+def evaluate(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the action's log-probability and the policy's entropy, `[...]` in nats."""
+    log_probs = jax.nn.log_softmax(logits)
+    log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+    return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+
+def advantages(config: Config, steps: Steps) -> jax.Array:
+    """Returns generalised advantages, `[num_steps, num_envs, num_agents]` float32."""
+    reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
+    # Bootstrap unless the agent terminated: a truncated episode could have continued.
+    surprise = reward + config.gamma * jnp.where(steps.terminated, 0, steps.next_value) - steps.value
+
+    def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        advantage = now[0] + jnp.where(now[1], 0, config.gamma * config.gae_lambda * later)
+        return advantage, advantage
+
+    return jax.lax.scan(add, jnp.zeros_like(steps.value[0]), (surprise, steps.done), reverse=True)[1]
+
+
+class Agent:
+    """The parts that do not change during training, and the functions that are compiled."""
+
+    def __init__(self, config: Config, names: Sequence[str], obs_space: Any, action_space: Any) -> None:
+        first = action_space[names[0]]
+        shapes = {obs_space[name].shape for name in names}
+        equal = all(action_space[name] == first for name in names)
+        if not isinstance(first, spaces.Discrete) or not equal or len(shapes) > 1 or None in shapes:
+            raise SystemExit(
+                f"{config.env}: this IPPO takes agents with observations of one shape and the same Discrete "
+                f"actions, not {obs_space} and {action_space}"
+            )
+        self.config: Config = config
+        self.names: tuple[str, ...] = tuple(names)  # in the order of the rewards
+        self.first_action: int = int(first.start)
+        self.network: Any = ActorCritic(int(first.n))  # Any: flax annotates no result type for `apply`
+        num_steps = config.num_updates * config.num_epochs * config.num_minibatches
+        adam = optax.adam(optax.linear_schedule(config.lr, 0, num_steps))
+        clipped = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam)
+        # All parameters in one vector: there are fewer operations to compile and run.
+        self.optimizer: optax.GradientTransformation = optax.flatten(clipped)
 
     def encode(self, obs: dict[str, jax.Array]) -> jax.Array:
-        """Stacks the agents' observations to `[num_envs, num_agents, obs_size + num_agents]` float32.
+        """Stacks the agents' observations to `[num_envs, num_agents, obs_size]` float32.
 
         The last entries are the agent's number, one-hot, so that agents can take different roles.
         """
@@ -63,154 +177,132 @@ class Team:
 
     def to_env(self, action: jax.Array) -> dict[str, jax.Array]:
         """Converts actions `[num_envs, num_agents]` to a dict with `[num_envs]` for each agent."""
-        action = self.policy.to_env(action)
-        return {name: action[:, number] for number, name in enumerate(self.names)}
+        return {name: action[:, number] + self.first_action for number, name in enumerate(self.names)}
+
+    def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Playing]:
+        """Returns the initial states, given the `handle` and `timestep` of a reset."""
+        obs = self.encode(timestep.obs)
+        params = self.network.init(jax.random.key(self.config.seed), obs)
+        stats, opt_state = RunningMeanStd.create(obs[0, 0], count=0), self.optimizer.init(params)
+        state = State(jnp.int32(0), params, opt_state, stats, Episodes.create())
+        return state, Playing(handle, obs, timestep.info["alive"])
+
+    def collect(self, state: State, playing: Playing, key: jax.Array) -> tuple[Playing, Episodes, Steps]:
+        """Plays `num_steps` steps in every env."""
+        normalize = state.obs_stats.normalize
+
+        def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
+            (handle, raw, acted), episodes = carry
+            obs = normalize(raw)
+            logits, value = self.network.apply(state.params, obs)
+            action = jax.random.categorical(key, logits)
+            log_prob, _ = evaluate(logits, action)
+            handle, timestep = jaxvec.step(handle, self.to_env(action))
+            over, info = timestep.terminated | timestep.truncated, timestep.info
+            # At the end of an episode, the observations and masks are already those of the next episode.
+            terminated, truncated = (
+                jnp.where(over[:, None], info["final_info"][name], info[name])
+                for name in ("terminated", "truncated")
+            )
+            next_raw = self.encode(timestep.obs)
+            within = jnp.where(over[:, None, None], self.encode(info["final_obs"]), next_raw)
+            _, next_value = self.network.apply(state.params, normalize(within))
+            ends = terminated, terminated | truncated | over[:, None]
+            steps = Steps(raw, obs, action, log_prob, value, next_value, timestep.reward, *ends, acted)
+            mean = timestep._replace(info=info | {"episode_return": info["episode_return"].mean(-1)})
+            return (Playing(handle, next_raw, info["alive"]), episodes.add(mean)), steps
+
+        keys = jax.random.split(key, self.config.num_steps)
+        (playing, episodes), steps = jax.lax.scan(play, (playing, state.episodes), keys)
+        return playing, episodes, steps
+
+    def loss(self, params: Any, steps: Steps, advantage: jax.Array, target: jax.Array) -> tuple[Any, Any]:
+        """Returns PPO's loss of the rows `[n, ...]` with `acted`, `[]` float32, and its parts."""
+
+        def mean(values: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(steps.acted, values, 0)) / jnp.maximum(steps.acted.sum(), 1)
+
+        logits, value = self.network.apply(params, steps.obs)
+        log_prob, entropy = evaluate(logits, steps.action)
+        log_ratio, clip = log_prob - steps.log_prob, self.config.clip
+        ratio = jnp.exp(log_ratio)
+        gain = mean(jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage))
+        error, entropy = mean(0.5 * jnp.square(value - target)), mean(entropy)
+        total = self.config.value_weight * error - gain - self.config.entropy_weight * entropy
+        metrics = {"policy_loss": -gain, "value_loss": error, "entropy": entropy}
+        return total, metrics | {"kl": mean(ratio - 1 - log_ratio)}
+
+    def update(self, state: State, playing: Playing) -> tuple[State, Playing, dict[str, jax.Array]]:
+        """Collects steps and learns from them, once. Also returns metrics, `[]` float32."""
+        config = self.config
+        # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
+        play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
+        playing, episodes, steps = self.collect(state, playing, play_key)
+        advantage = advantages(config, steps)
+        target = advantage + steps.value
+        mean, std = advantage.mean(where=steps.acted), advantage.std(where=steps.acted)
+        scaled = (advantage - mean) / (std + 1e-8)
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), (steps, scaled, target))
+
+        def descend(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], Any]:
+            params, opt_state = carry
+            minibatch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), rows)
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(params, *minibatch)
+            change, opt_state = self.optimizer.update(gradient, opt_state, params)
+            return (optax.apply_updates(params, change), opt_state), metrics
+
+        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, steps.reward.size)))
+        chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
+        (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
+        metrics = jax.tree.map(jnp.mean, metrics)
+        unexplained = jnp.var(advantage, where=steps.acted) / (jnp.var(target, where=steps.acted) + 1e-8)
+        obs_stats = state.obs_stats.update(steps.raw)
+        state = State(state.number + 1, params, opt_state, obs_stats, episodes)
+        return state, playing, metrics | {"explained_variance": 1 - unexplained}
+
+    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
+        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
+        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
+
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, playing, metrics = self.update(*carry[:2])
+            means = state.episodes.means()
+            run.log(state.number * self.config.steps_per_update, **means, **metrics)
+            return state, playing, run.stopping() | (means["episode_return"] >= goal)
+
+        carry = state, playing, jnp.bool_(False)
+        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
 
 
-def make_team(config: Config, envs: jaxvec.VectorEnv) -> Team:
-    names = tuple(envs.get_attr("possible_agents")[0])
-    obs_spaces, action_spaces = envs.single_observation_space, envs.single_action_space
-    assert isinstance(obs_spaces, spaces.Dict)
-    assert isinstance(action_spaces, spaces.Dict)
-    action_space, shapes = action_spaces[names[0]], {obs_spaces[name].shape for name in names}
-    equal = all(action_spaces[name] == action_space for name in names)
-    if not isinstance(action_space, spaces.Discrete) or not equal or len(shapes) > 1 or None in shapes:
-        raise SystemExit(
-            f"{config.env}: this IPPO takes agents with observations of one shape and the same Discrete "
-            f"actions, not {obs_spaces} and {action_spaces}"
-        )
-    network = ActorCritic(int(action_space.n))
-    return Team(config, names, Categorical(action_space), network, shared_ppo.make_optimizer(config))
+def train(config: Config, run: Run) -> None:
+    """Trains, or continues a run, and writes its folder."""
+    try:
+        module = importlib.import_module(config.env)
+    except ImportError as error:
+        raise SystemExit(f"--env {config.env}: {error}; the default env needs: pip install mpe2") from None
+    options: Any = {"num_workers": config.num_workers, "info": INFO, "states": config.num_envs}
+    with jaxvec.make(lambda: PettingZooEnv(module.parallel_env()), config.num_envs, **options) as envs:
+        names = envs.get_attr("possible_agents")[0]
+        agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
+        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
+        state, playing = run.load(state, playing, envs)
+        program = jax.jit(partial(agent.train, run))
+        with run.signals():
+            run.show("compiling")
+            stop = False
+            while state.number < config.num_updates and not stop:
+                until = jnp.minimum(state.number + config.save_every, config.num_updates)
+                state, playing, stop = jax.block_until_ready(program(state, playing, until))
+                run.save(state, playing, envs)
+                learned = {"params": state.params, "stats": vars(state.obs_stats)}
+                run.write("params.msgpack", serialization.to_bytes(learned))
 
 
-class State(NamedTuple):
-    """State of training between two updates."""
-
-    params: Any
-    opt_state: Any
-    obs_stats: RunningMeanStd  # [obs_size + num_agents]
-    handle: jaxvec.Handle
-    obs: jax.Array  # [num_envs, num_agents, obs_size + num_agents] float32
-    alive: jax.Array  # [num_envs, num_agents] bool
-    returns: Returns
-
-
-class Steps(NamedTuple):
-    """Data of one step of all envs. `collect` stacks them to `[num_steps, num_envs, num_agents, ...]`."""
-
-    obs: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
-    value: jax.Array
-    next_value: jax.Array  # of the same episode
-    reward: jax.Array
-    terminated: jax.Array  # of the agent
-    done: jax.Array  # whether the step was the agent's last
-    acted: jax.Array  # whether the agent took part in the step
-
-
-def collect(team: Team, state: State, key: jax.Array) -> tuple[State, Steps]:
-    normalize = state.obs_stats.normalize
-
-    def play(carry: Any, key: jax.Array) -> tuple[Any, Any]:
-        handle, raw, acted = carry
-        obs = normalize(raw)
-        logits, value = team.network.apply(state.params, obs)
-        action = team.policy.sample(logits, key)
-        log_prob, _ = team.policy.evaluate(logits, action)
-        handle, timestep = jaxvec.step(handle, team.to_env(action))
-        over = timestep.terminated | timestep.truncated
-        # At the end of an episode, the observations and masks are already those of the next episode.
-        final, masks = timestep.info["final_info"], timestep.info
-        terminated, truncated = (
-            jnp.where(over[:, None], final[name], masks[name]) for name in ("terminated", "truncated")
-        )
-        next_raw = team.encode(timestep.obs)
-        within = jnp.where(over[:, None, None], team.encode(timestep.info["final_obs"]), next_raw)
-        _, next_value = team.network.apply(state.params, normalize(within))
-        done = terminated | truncated | over[:, None]
-        steps = Steps(obs, action, log_prob, value, next_value, timestep.reward, terminated, done, acted)
-        ends = over, timestep.info["episode_return"].mean(-1)
-        return (handle, next_raw, masks["alive"]), (steps, raw, ends)
-
-    keys = jax.random.split(key, team.config.num_steps)
-    carry, (steps, raw, ends) = jax.lax.scan(play, (state.handle, state.obs, state.alive), keys)
-    handle, obs, alive = carry
-    state = state._replace(
-        obs_stats=state.obs_stats.update(raw),
-        handle=handle,
-        obs=obs,
-        alive=alive,
-        returns=state.returns.add(*ends),
-    )
-    return state, steps
-
-
-def loss(team: Team, params: Any, batch: Batch, acted: jax.Array) -> jax.Array:
-    """Returns PPO's loss of the rows `[n, ...]` with `acted`, `[]` float32."""
-    outputs, value = team.network.apply(params, batch.obs)
-    rows = jax.vmap(partial(shared_ppo.objective, team.config, team.policy))(outputs, value, batch)
-    return jnp.sum(jnp.where(acted, rows, 0)) / jnp.maximum(acted.sum(), 1)
-
-
-def update(team: Team, state: State, key: jax.Array) -> State:
-    """Collects steps and learns from them, once."""
-    config = team.config
-    play_key, learn_key = jax.random.split(key)
-    state, steps = collect(team, state, play_key)
-    reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
-    advantage = shared_ppo.advantages(
-        config, reward, steps.terminated, steps.done, value=steps.value, next_value=steps.next_value
-    )
-    target = advantage + steps.value
-    mean, std = advantage.mean(where=steps.acted), advantage.std(where=steps.acted)
-    batch = Batch(steps.obs, steps.action, steps.log_prob, (advantage - mean) / (std + 1e-8), target)
-    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), (batch, steps.acted))
-
-    def loss_of(params: Any, chosen: jax.Array) -> jax.Array:
-        return loss(team, params, *jax.tree.map(lambda leaf: leaf[chosen], rows))
-
-    chosen = shared_ppo.shuffle(config, learn_key, rows[1].size)
-    params, opt_state = shared_ppo.descend_on(loss_of, team, (state.params, state.opt_state), chosen)
-    return state._replace(params=params, opt_state=opt_state)
-
-
-def train(
-    team: Team, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
-) -> Trained[State]:
-    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
-    init_key, train_key = jax.random.split(key)
-    obs = team.encode(timestep.obs)
-    params = team.network.init(init_key, obs)
-    state = State(
-        params=params,
-        opt_state=team.optimizer.init(params),
-        obs_stats=RunningMeanStd.create(obs[0, 0], count=0),
-        handle=handle,
-        obs=obs,
-        alive=timestep.info["alive"],
-        returns=Returns.create(),
-    )
-    return repeat(partial(update, team), state, train_key, team.config, report)
-
-
-def run(config: Config) -> Result:
-    from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
-
-    module = importlib.import_module(config.env)
-    with jaxvec.make(
-        lambda: PettingZooEnv(module.parallel_env()),
-        config.num_envs,
-        num_workers=config.num_workers,
-        info=INFO,
-    ) as envs:
-        return shared_training.run(config, envs, partial(train, make_team(config, envs)))
-
-
-def main(argv: Sequence[str] | None = None) -> Result:
-    config = parse(Config, "ippo", "Train IPPO on a parallel env of PettingZoo.", argv, is_id=False)
-    shared_training.need("families", "pettingzoo", config.env.partition(".")[0])
-    return finish(config, "IPPO", "ippo", run(config))
+def main(argv: Sequence[str] | None = None) -> Run:
+    about = "Train IPPO on a parallel env of PettingZoo."
+    with training(Config, argv, program="ippo", about=about, check_env=False) as (config, run):
+        train(config, run)
+    return run
 
 
 if __name__ == "__main__":
