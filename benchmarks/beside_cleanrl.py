@@ -129,8 +129,6 @@ def main() -> None:
         jaxvec_command = [sys.executable, "-m", "jaxvec.examples.ppo"]
     else:
         jaxvec_command = [sys.executable, str(_EXAMPLES / f"{args.program}.py")]
-        if args.program in ("impala", "ippo"):
-            jaxvec_command += ["--log", "/dev/stdout"]
     cleanrl_command = [args.python, str(script), *shlex.split(args.cleanrl_options)]
     with tempfile.TemporaryDirectory() as folder:
         programs = {

@@ -1,12 +1,17 @@
-"""IMPALA on one machine: actors play while the learner learns, and V-trace corrects for older weights.
+"""IMPALA on one machine: actors play while the learner learns. The file is complete: copy and change it.
 
     python examples/impala.py
     python examples/impala.py --num-actors 0
+    python examples/impala.py --resume runs/NAME
 
 Each actor is a thread with its own pool and a compiled rollout. It reads the newest weights, plays, and
 puts the rollout into a queue. The learner takes the next rollout from the queue, so a slow env delays only
-its own actor. For comparison, the second command plays and learns alternately. `--mean-delay` makes the
-steps of all envs slower, by random times.
+its own actor. V-trace corrects for the older weights of the rollout. For comparison, the second command
+plays and learns alternately. `--mean-delay` makes the steps of all envs slower, by random times.
+
+Each run has a folder in `runs`. Ctrl-C ends a run after the current update. A resumed run continues with the
+parameters, the optimiser state, the number of updates and the statistics of the run. Its episodes start anew.
+With actors, the order of the rollouts depends on time, so two runs with the same seed differ.
 """
 
 from __future__ import annotations
@@ -26,21 +31,272 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from shared_ppo import ActorCritic, Categorical
-from shared_training import (
-    Options,
-    Result,
-    Returns,
-    discrete_actions,
-    encode,
-    finish,
-    option,
-    parse,
-    progress,
-)
+from flax import linen as nn
+from flax import serialization
+from gymnasium import spaces
 
 import jaxvec
+from jaxvec.logging import Episodes, Run, option, training
 from jaxvec.normalize import RunningMeanStd
+
+
+@dataclass(frozen=True)
+class Config:
+    env: str = option("CartPole-v1", "Gymnasium id of an env with Box observations and Discrete actions")
+    num_actors: int = option(2, "number of threads that step envs; with 0, stepping and learning alternate")
+    num_envs: int = option(16, "number of envs per actor")
+    num_workers: int | None = option(
+        None, "number of worker processes of all actors; by default, one per usable core for each actor", int
+    )
+    num_steps: int = option(20, "steps of each env in a rollout")
+    total_steps: int = option(400_000, "env steps, rounded up to whole rollouts")
+    mean_delay: float = option(0.0, "mean additional delay of each env step, in seconds")
+    lr: float = option(1e-3, "learning rate, falling linearly to 0")
+    gamma: float = option(0.99, "discount per step")
+    trace_decay: float = option(0.95, "V-trace's lambda: decay of later temporal differences per step")
+    entropy_weight: float = option(0.005, "weight of the entropy bonus")
+    value_weight: float = option(0.5, "weight of the value loss")
+    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
+    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
+    save_every: int = option(500, "updates between two saves")
+    seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+
+    def __post_init__(self) -> None:
+        if min(self.num_envs, self.num_steps, self.total_steps, self.save_every) < 1:
+            raise ValueError("the numbers of envs, steps and updates must be at least 1")
+        if min(self.num_actors, self.mean_delay) < 0:
+            raise ValueError("--num-actors and --mean-delay must be at least 0")
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        return -(-self.total_steps // self.steps_per_update)
+
+
+class ActorCritic(nn.Module):
+    """Separate networks for policy and value, with two hidden layers each."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Maps `[..., obs_size]` to logits `[..., num_actions]` and values `[...]`."""
+
+        def network(num_outputs: int, scale: float) -> jax.Array:
+            hidden = obs
+            for _ in range(2):
+                hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
+            return nn.Dense(num_outputs, kernel_init=nn.initializers.orthogonal(scale))(hidden)
+
+        logits = network(self.num_actions, 0.01)  # small, so the initial policy is nearly uniform
+        return logits, network(1, 1.0)[..., 0]
+
+
+class Weights(NamedTuple):
+    """The part of the learner's state that actors need."""
+
+    params: Any
+    obs_stats: RunningMeanStd  # [obs_size]
+
+
+class Learner(NamedTuple):
+    """State of the learner between two updates."""
+
+    number: jax.Array  # [] int32, updates so far
+    weights: Weights
+    opt_state: Any
+    episodes: Episodes
+
+
+class Rollout(NamedTuple):
+    """Data of the steps of an actor, stacked to `[num_steps, num_envs, ...]`."""
+
+    obs: jax.Array  # [num_envs, obs_size] float32
+    next_obs: jax.Array  # [num_envs, obs_size] float32, of the same episode
+    action: jax.Array  # [num_envs] int32, from 0
+    log_prob: jax.Array  # [num_envs] float32, under the weights of the actor
+    timestep: jaxvec.TimeStep  # without obs, and with the infos about episodes only
+
+
+def encode(obs: jax.Array) -> jax.Array:
+    """Flattens observations, `[num_envs, ...]`, to `[num_envs, obs_size]` float32."""
+    return obs.reshape(len(obs), -1).astype(jnp.float32)
+
+
+def evaluate(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the action's log-probability and the policy's entropy, `[...]` in nats."""
+    log_probs = jax.nn.log_softmax(logits)
+    log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+    return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+
+def v_trace(
+    config: Config,
+    reward: jax.Array,
+    terminated: jax.Array,
+    done: jax.Array,
+    *,
+    value: jax.Array,
+    next_value: jax.Array,
+    log_ratio: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns value targets and advantages. All arrays are `[num_steps, num_envs]`.
+
+    `log_ratio` is the log of the action's probability now over its probability when it was taken.
+    """
+    weight = jnp.exp(jnp.minimum(log_ratio, 0))
+    # Bootstrap unless the episode terminated: a truncated episode could have continued.
+    future = config.gamma * jnp.where(terminated, 0, next_value)
+    surprise = weight * (reward + future - value)
+    decay = config.gamma * config.trace_decay * weight * ~done
+
+    def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        correction = now[0] + now[1] * later
+        return correction, correction
+
+    _, correction = jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, decay), reverse=True)
+    # The value after a step is corrected, too, unless the episode or the rollout ends there.
+    following = jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])]) * ~done
+    advantage = weight * (reward + future + config.gamma * config.trace_decay * following - value)
+    return value + correction, advantage
+
+
+class Agent:
+    """The parts that do not change during training, and the functions that are compiled."""
+
+    def __init__(self, config: Config, obs_space: Any, action_space: Any) -> None:
+        if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Discrete):
+            raise SystemExit(
+                f"{config.env}: this IMPALA takes Box observations and Discrete actions, not {obs_space} and "
+                f"{action_space}"
+            )
+        self.config: Config = config
+        self.obs_size: int = int(np.prod(obs_space.shape))
+        self.first_action: int = int(action_space.start)
+        self.network: Any = ActorCritic(int(action_space.n))  # Any: flax annotates no result of `apply`
+        adam = optax.adam(optax.linear_schedule(config.lr, 0, config.num_updates))
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        self.optimizer: optax.GradientTransformation = optax.chain(clip, adam)
+
+    def begin(self) -> Learner:
+        """Returns the learner before the first update."""
+        obs = jnp.zeros(self.obs_size)
+        params = self.network.init(jax.random.key(self.config.seed), obs)
+        weights = Weights(params, RunningMeanStd.create(obs, count=0))
+        return Learner(jnp.int32(0), weights, self.optimizer.init(params), Episodes.create())
+
+    def play(
+        self, weights: Weights, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
+    ) -> tuple[jaxvec.Handle, jaxvec.TimeStep, Rollout]:
+        """Plays `num_steps` steps in every env of an actor, starting at `timestep`."""
+
+        def step(carry: tuple[jaxvec.Handle, jaxvec.TimeStep], key: jax.Array) -> tuple[Any, Rollout]:
+            handle, obs = carry[0], encode(carry[1].obs)
+            logits, _ = self.network.apply(weights.params, weights.obs_stats.normalize(obs))
+            action = jax.random.categorical(key, logits)
+            log_prob, _ = evaluate(logits, action)
+            handle, timestep = jaxvec.step(handle, action + self.first_action)
+            # At the end of an episode, timestep.obs is already the first one of the next episode.
+            done, final_obs = timestep.terminated | timestep.truncated, timestep.info["final_obs"]
+            next_obs = jnp.where(done[:, None], encode(final_obs), encode(timestep.obs))
+            info = {name: timestep.info[name] for name in ("episode_return", "episode_length")}
+            ends = timestep._replace(obs=None, info=info)
+            return (handle, timestep), Rollout(obs, next_obs, action, log_prob, ends)
+
+        keys = jax.random.split(key, self.config.num_steps)
+        (handle, timestep), rollout = jax.lax.scan(step, (handle, timestep), keys)
+        return handle, timestep, rollout
+
+    def loss(self, params: Any, stats: RunningMeanStd, rollout: Rollout) -> tuple[jax.Array, dict[str, Any]]:
+        """Returns the loss of a rollout, `[]` float32, and its parts."""
+        config, (_, reward, terminated, truncated, _) = self.config, rollout.timestep
+        logits, value = self.network.apply(params, stats.normalize(rollout.obs))
+        _, next_value = self.network.apply(params, stats.normalize(rollout.next_obs))
+        log_prob, entropy = evaluate(logits, rollout.action)
+        log_ratio = log_prob - rollout.log_prob
+        reward = (1 - config.gamma) * reward  # scales values to the magnitude of one reward
+        values = {"value": value, "next_value": next_value, "log_ratio": log_ratio}
+        traced = v_trace(config, reward, terminated, terminated | truncated, **values)
+        target, advantage = jax.lax.stop_gradient(traced)
+        gain = jnp.mean(log_prob * advantage / (advantage.std() + 1e-8))
+        error, entropy = 0.5 * jnp.square(value - target).mean(), entropy.mean()
+        total = config.value_weight * error - gain - config.entropy_weight * entropy
+        metrics = {"policy_loss": -gain, "value_loss": error, "entropy": entropy}
+        return total, metrics | {"kl": jnp.mean(jnp.exp(log_ratio) - 1 - log_ratio)}
+
+    def learn(self, learner: Learner, rollout: Rollout) -> tuple[Learner, dict[str, jax.Array]]:
+        """Takes one gradient step. Also returns metrics, `[]` float32."""
+        (params, stats), episodes = learner.weights, learner.episodes.add(rollout.timestep)
+        gradient, metrics = jax.grad(self.loss, has_aux=True)(params, stats, rollout)
+        change, opt_state = self.optimizer.update(gradient, learner.opt_state, params)
+        weights = Weights(optax.apply_updates(params, change), stats.update(rollout.obs))
+        return Learner(learner.number + 1, weights, opt_state, episodes), episodes.means() | metrics
+
+
+class Actor:
+    """A pool with its running episodes."""
+
+    def __init__(self, agent: Agent, envs: jaxvec.VectorEnv, key: jax.Array) -> None:
+        self._key, seed_key = jax.random.split(key)
+        seed = int(jax.random.randint(seed_key, (), 0, 2**31 - 1))
+        self._play: Callable[..., Any] = jax.jit(agent.play)
+        self._handle, self._timestep = jaxvec.reset(envs, seed=seed)
+
+    def play(self, weights: Weights) -> Rollout:
+        """Plays a rollout, and waits for its end."""
+        self._key, key = jax.random.split(self._key)
+        played = self._play(weights, self._handle, self._timestep, key)
+        self._handle, self._timestep, rollout = played
+        return jax.block_until_ready(rollout)
+
+
+class Exchange:
+    """Exchange of weights and rollouts between the learner and the actors.
+
+    Attributes:
+        weights: newest weights. The learner's thread replaces them, and the actors' threads read them.
+    """
+
+    def __init__(self, weights: Weights, actors: Sequence[Actor]) -> None:
+        self.weights: Weights = weights
+        self._actors = actors
+        self._rollouts: queue.Queue[Rollout] = queue.Queue(len(actors))  # bounded, so they stay recent
+        self._stopped = threading.Event()
+        self._threads: list[Future[None]] = []
+
+    @contextmanager
+    def threads(self) -> Generator[None]:
+        """Runs each actor in a thread."""
+        with ThreadPoolExecutor(len(self._actors)) as pool:
+            try:
+                self._threads = [pool.submit(self._run, actor) for actor in self._actors]
+                yield
+            finally:
+                self._stopped.set()
+
+    def _run(self, actor: Actor) -> None:
+        while not self._stopped.is_set():
+            rollout = actor.play(self.weights)
+            while not self._stopped.is_set():
+                with suppress(queue.Full):  # then checks again whether training has stopped
+                    self._rollouts.put(rollout, timeout=0.1)
+                    break
+
+    def get(self) -> Rollout:
+        """Waits for the next rollout of any thread. Without threads, the first actor plays it now."""
+        while self._threads:
+            with suppress(queue.Empty):  # then checks whether an actor has failed
+                return self._rollouts.get(timeout=0.1)
+            for thread in self._threads:
+                if thread.done():
+                    thread.result()
+        return self._actors[0].play(self.weights)
 
 
 def delayed(env_id: str, mean: float) -> Callable[[], gymnasium.Env[Any, Any]]:
@@ -59,248 +315,40 @@ def delayed(env_id: str, mean: float) -> Callable[[], gymnasium.Env[Any, Any]]:
     return lambda: Delayed(gymnasium.make(env_id))
 
 
-@dataclass(frozen=True)
-class Config(Options):
-    num_actors: int = option(2, "number of threads that step envs; with 0, stepping and learning alternate")
-    num_envs: int = option(16, "number of envs per actor")
-    num_steps: int = option(20, "steps of each env in a rollout")
-    total_steps: int = option(400_000, "env steps, rounded up to whole rollouts")
-    mean_delay: float = option(0.0, "mean additional delay of each env step, in seconds")
-    lr: float = option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = option(0.99, "discount per step")
-    trace_decay: float = option(0.95, "V-trace's lambda: decay of later temporal differences per step")
-    entropy_weight: float = option(0.005, "weight of the entropy bonus")
-    value_weight: float = option(0.5, "weight of the value loss")
-
-
-@dataclass(frozen=True)
-class Agent:
-    """The parts that do not change during training."""
-
-    config: Config
-    policy: Categorical
-    network: Any  # an ActorCritic; Any because flax annotates no result type for `apply`
-    optimizer: optax.GradientTransformation
-
-
-def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    action_space = discrete_actions(config, envs, "IMPALA")
-    lr = optax.linear_schedule(config.lr, 0, config.num_updates)
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr))
-    network = ActorCritic(int(action_space.n))
-    return Agent(config, Categorical(action_space), network, optimizer)
-
-
-class Learner(NamedTuple):
-    """State of the learner between two rollouts."""
-
-    params: Any
-    opt_state: Any
-    obs_stats: RunningMeanStd  # [obs_size]
-    returns: Returns
-
-
-class Rollout(NamedTuple):
-    """Data of the steps of an actor, stacked to `[num_steps, num_envs, ...]`."""
-
-    obs: jax.Array  # [num_envs, obs_size] float32
-    next_obs: jax.Array  # [num_envs, obs_size] float32, of the same episode
-    action: jax.Array  # [num_envs] int32
-    log_prob: jax.Array  # [num_envs] float32, under the weights of the actor
-    reward: jax.Array  # [num_envs] float32
-    terminated: jax.Array  # [num_envs] bool
-    done: jax.Array  # [num_envs] bool
-    episode_return: jax.Array  # [num_envs] float32
-
-
-def play(
-    agent: Agent, learner: Learner, handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
-) -> tuple[jaxvec.Handle, jax.Array, Rollout]:
-    """Plays `num_steps` steps in every env of an actor, starting at `obs`, `[num_envs, obs_size]`."""
-
-    def step(carry: tuple[jaxvec.Handle, jax.Array], key: jax.Array) -> tuple[Any, Rollout]:
-        handle, obs = carry
-        logits, _ = agent.network.apply(learner.params, learner.obs_stats.normalize(obs))
-        action = agent.policy.sample(logits, key)
-        log_prob, _ = agent.policy.evaluate(logits, action)
-        handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
-        next_obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
-        # At the end of an episode, next_obs is already the first one of the next episode.
-        within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), next_obs)
-        ends = timestep.terminated, done
-        steps = Rollout(
-            obs, within, action, log_prob, timestep.reward, *ends, timestep.info["episode_return"]
-        )
-        return (handle, next_obs), steps
-
-    (handle, obs), rollout = jax.lax.scan(step, (handle, obs), jax.random.split(key, agent.config.num_steps))
-    return handle, obs, rollout
-
-
-def v_trace(
-    config: Config,
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    *,
-    value: jax.Array,
-    next_value: jax.Array,
-    log_ratio: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns value targets and advantages. All arrays are `[num_steps, num_envs]`.
-
-    `log_ratio` is the log of the action's probability now over its probability when it was taken.
-    """
-    weight = jnp.exp(jnp.minimum(log_ratio, 0))
-    future = config.gamma * jnp.where(terminated, 0, next_value)
-    surprise = weight * (reward + future - value)
-    decay = config.gamma * config.trace_decay * weight * ~done
-
-    def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        correction = now[0] + now[1] * later
-        return correction, correction
-
-    _, correction = jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, decay), reverse=True)
-    # The value after a step is corrected, too, unless the episode or the rollout ends there.
-    following = jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])]) * ~done
-    advantage = weight * (reward + future + config.gamma * config.trace_decay * following - value)
-    return value + correction, advantage
-
-
-def learn(agent: Agent, learner: Learner, rollout: Rollout) -> tuple[Learner, jax.Array]:
-    """Takes one gradient step. Also returns the mean return of the last episodes, `[]` float32."""
-    config = agent.config
-    obs, next_obs = map(learner.obs_stats.normalize, (rollout.obs, rollout.next_obs))
-    reward = (1 - config.gamma) * rollout.reward  # scales values to the magnitude of one reward
-
-    def loss(params: Any) -> jax.Array:
-        logits, value = agent.network.apply(params, obs)
-        _, next_value = agent.network.apply(params, next_obs)
-        log_prob, entropy = agent.policy.evaluate(logits, rollout.action)
-        target, advantage = jax.lax.stop_gradient(
-            v_trace(
-                config,
-                reward,
-                rollout.terminated,
-                rollout.done,
-                value=value,
-                next_value=next_value,
-                log_ratio=log_prob - rollout.log_prob,
-            )
-        )
-        advantage = advantage / (advantage.std() + 1e-8)
-        error = 0.5 * jnp.square(value - target)
-        return jnp.mean(config.value_weight * error - log_prob * advantage - config.entropy_weight * entropy)
-
-    change, opt_state = agent.optimizer.update(jax.grad(loss)(learner.params), learner.opt_state)
-    returns = learner.returns.add(rollout.done, rollout.episode_return)
-    stats = learner.obs_stats.update(rollout.obs)
-    learner = Learner(optax.apply_updates(learner.params, change), opt_state, stats, returns)
-    return learner, returns.mean()
-
-
-class Actor:
-    """An actor with its own pool.
-
-    Attributes:
-        obs: latest observations, `[num_envs, obs_size]` float32.
-    """
-
-    def __init__(self, agent: Agent, envs: jaxvec.VectorEnv, number: int) -> None:
-        seed = agent.config.seed + number * agent.config.num_envs
-        self._play: Callable[..., Any] = jax.jit(partial(play, agent))
-        self._handle, timestep = jaxvec.reset(envs, seed=seed)
-        self.obs: jax.Array = encode(timestep.obs)
-        self._key = jax.random.fold_in(jax.random.key(agent.config.seed), number)
-
-    def play(self, learner: Learner) -> Rollout:
-        self._key, key = jax.random.split(self._key)
-        self._handle, self.obs, rollout = self._play(learner, self._handle, self.obs, key)
-        return jax.block_until_ready(rollout)
-
-
-class Exchange:
-    """Exchange of weights and rollouts between the learner and the actors' threads."""
-
-    def __init__(self, learner: Learner, num_actors: int) -> None:
-        self.learner = learner  # replaced by the learner's thread, read by the actors'
-        self._rollouts: queue.Queue[Rollout] = queue.Queue(
-            num_actors
-        )  # bounded, so rollouts in the queue stay recent
-        self._stopped = threading.Event()
-        self._threads: list[Future[None]] = []
-
-    @contextmanager
-    def playing(self, actors: Sequence[Actor]) -> Generator[Callable[[], Rollout]]:
-        """Runs each actor in a thread. Yields a function that waits for the next rollout."""
-        with ThreadPoolExecutor(len(actors)) as pool:
-            try:
-                self._threads = [pool.submit(self._play, actor) for actor in actors]
-                yield self._next
-            finally:
-                self._stopped.set()
-
-    def alone(self, actor: Actor) -> Callable[[], Rollout]:
-        """Returns a function that plays the next rollout in the learner's thread."""
-        return lambda: actor.play(self.learner)
-
-    def _play(self, actor: Actor) -> None:
-        while not self._stopped.is_set():
-            rollout = actor.play(self.learner)
-            while not self._stopped.is_set():
-                with suppress(queue.Full):  # then checks again whether training has stopped
-                    self._rollouts.put(rollout, timeout=0.1)
-                    break
-
-    def _next(self) -> Rollout:
-        while True:
-            with suppress(queue.Empty):  # then checks whether an actor has failed
-                return self._rollouts.get(timeout=0.1)
-            for thread in self._threads:
-                if thread.done():
-                    thread.result()
-
-
-def run(config: Config) -> Result:
+def train(config: Config, run: Run) -> None:
+    """Trains, or continues a run, and writes its folder."""
     env = delayed(config.env, config.mean_delay) if config.mean_delay else config.env
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
     with ExitStack() as stack:
-        pools = [
-            stack.enter_context(jaxvec.make(env, config.num_envs, num_workers=workers))
-            for _ in range(num_pools)
-        ]
-        agent = make_agent(config, pools[0])
-        start = time.perf_counter()
-        actors = [Actor(agent, envs, number) for number, envs in enumerate(pools)]
-        learner = init(agent, actors[0].obs)
-        exchange = Exchange(learner, num_pools)
-        playing = exchange.playing(actors) if config.num_actors else nullcontext(exchange.alone(actors[0]))
-        step: Callable[..., tuple[Learner, jax.Array]] = jax.jit(partial(learn, agent))
-        goal = np.inf if config.stop_at is None else config.stop_at
-        curve = [np.nan]  # NaN >= goal is false
-        with playing as next_rollout, progress(config) as report:
-            while len(curve) <= config.num_updates and not curve[-1] >= goal:
-                exchange.learner, mean_return = step(exchange.learner, next_rollout())
-                curve.append(float(mean_return))
-                report(curve[-1])
-        seconds = time.perf_counter() - start
-        num_episodes = int(jnp.isfinite(exchange.learner.returns.last).sum())
-    env_steps = (len(curve) - 1) * config.steps_per_update
-    return Result(curve[-1], num_episodes, env_steps, seconds, np.array(curve[1:], np.float32))
+        make = partial(jaxvec.make, env, config.num_envs, num_workers=workers)
+        pools = [stack.enter_context(make()) for _ in range(num_pools)]
+        agent = Agent(config, pools[0].single_observation_space, pools[0].single_action_space)
+        learner, _ = run.load(agent.begin())
+        number, goal = int(learner.number), np.inf if config.stop_at is None else config.stop_at
+        # A resumed run has other seeds than before, or it would repeat the first episodes.
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), number), num_pools)
+        actors = [Actor(agent, envs, key) for envs, key in zip(pools, keys, strict=True)]
+        exchange, learn = Exchange(learner.weights, actors), jax.jit(agent.learn)
+        stop = number >= config.num_updates
+        with run.signals(), exchange.threads() if config.num_actors else nullcontext():
+            run.show("compiling")
+            while not stop:
+                learner, metrics = learn(learner, exchange.get())
+                exchange.weights, number = learner.weights, number + 1
+                run.log(number * config.steps_per_update, **metrics)
+                reached = float(metrics["episode_return"]) >= goal  # false for NaN, before any episode ends
+                stop = run.stopped or reached or number == config.num_updates
+                if stop or number % config.save_every == 0:
+                    run.save(learner)
+                    learned = {"params": learner.weights.params, "stats": vars(learner.weights.obs_stats)}
+                    run.write("params.msgpack", serialization.to_bytes(learned))
 
 
-def init(agent: Agent, obs: jax.Array) -> Learner:
-    """Returns the learner before the first rollout, for observations `[num_envs, obs_size]`."""
-    params = agent.network.init(jax.random.key(agent.config.seed), obs)
-    stats = RunningMeanStd.create(obs[0], count=0)
-    return Learner(params, agent.optimizer.init(params), stats, Returns.create())
-
-
-def main(argv: Sequence[str] | None = None) -> Result:
-    about = "Train IMPALA on a Gymnasium env with Box observations and Discrete actions."
-    config = parse(Config, "impala", about, argv)
-    return finish(config, "IMPALA", "impala", run(config))
+def main(argv: Sequence[str] | None = None) -> Run:
+    with training(Config, argv, program="impala", about="Train IMPALA on a Gymnasium env.") as (config, run):
+        train(config, run)
+    return run
 
 
 if __name__ == "__main__":

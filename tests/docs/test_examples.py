@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import dqn
 import gymnasium
 import impala
+import impala_ray
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ import search
 import shared_ppo
 import shared_training
 from flax import linen as nn
+from flax import serialization
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
@@ -37,24 +39,22 @@ KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-@pytest.mark.parametrize(
-    ("program", "options"),
-    [
-        (impala, "--num-steps 50 --num-workers 2 --mean-delay 0.0001"),
-        (impala, "--num-steps 50 --num-actors 0"),
-    ],
-    ids=["impala", "impala without threads"],
-)
 @pytest.mark.nightly
-def test_other_programs_train_report_and_plot(program, options, capsys):
-    result = program.main([*options.split(), "--num-envs", "4", "--total-steps", "900"])
-    assert result.env_steps == 1000
-    assert result.curve.shape == (5,)
-    env = program.Config().env
-    assert Path(f"{program.__name__.rpartition('.')[2]}_{env}.png").exists()
-    assert (
-        f"mean return {result.mean_return:.1f} of the last {result.num_episodes}" in capsys.readouterr().out
-    )
+@pytest.mark.parametrize("options", ["--num-workers 2 --mean-delay 0.0001", "--num-actors 0"])
+def test_impala_trains_and_continues_with_what_it_saved(options):
+    words = [*options.split(), *["--num-envs", "4", "--num-steps", "50", "--total-steps", "900"]]
+    stopped = impala.main([*words, "--name", "a", "--stop-at=-1e9"])  # when the first episode ends
+    before = serialization.msgpack_restore(Path("runs/a/params.msgpack").read_bytes())
+    assert stopped.env_steps == before["stats"]["count"] < 1000
+    resumed = impala.main(["--resume", "runs/a", "--stop-at", "1e9", "--lr", "0"])
+    metrics = resumed.metrics()
+    assert metrics["env_steps"].tolist() == [200, 400, 600, 800, 1000]
+    assert {"seconds", "steps_per_second", "entropy", "kl", "policy_loss", "value_loss"} < {*metrics}
+    assert (np.diff(metrics["episodes"]) > 0).all()
+    # Without a learning rate, the parameters are those that were saved. The statistics continue.
+    after = serialization.msgpack_restore(Path("runs/a/params.msgpack").read_bytes())
+    jax.tree.map(np.testing.assert_array_equal, after["params"], before["params"])
+    assert after["stats"]["count"] == 1000
 
 
 @pytest.mark.nightly
@@ -85,11 +85,11 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent", "ppo_atari"])
+@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent", "ppo_atari", "impala", "ippo"])
 def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     """A copy needs none of the other files, and writes its folder when it is interrupted."""
-    if name == "ppo_atari":
-        pytest.importorskip("ale_py", reason="ale_py is not installed")
+    needed = {"ppo_atari": "ale_py", "ippo": "mpe2"}.get(name, "jax")
+    pytest.importorskip(needed, reason=f"the extra families has {needed}")
     source = Path(__file__).parents[2] / "examples" / f"{name}.py"
     Path("my_program.py").write_text(source.read_text())
     words = [
@@ -351,6 +351,8 @@ def test_other_programs_say_what_they_take(program, options, message):
     ("program", "options", "message"),
     [
         (dqn, "--batch-size 300 --learn-after 200", "--batch-size must be at most --learn-after"),
+        (impala, "--num-actors -1", "--num-actors and --mean-delay must be at least 0"),
+        (impala_ray, "--kill-one", "--kill-one needs --simulate-nodes of at least 2"),
         (ppo_recurrent, "--num-envs 12", "--num-envs must be a multiple of --num-minibatches"),
         (ppo_recurrent, "--entries x", "--entries must be comma-separated numbers, not 'x'"),
     ],
@@ -362,14 +364,15 @@ def test_other_programs_refuse_options_that_do_not_fit(program, options, message
     assert message in capsys.readouterr().err
 
 
-def test_v_trace_is_what_its_definition_says():
+@pytest.mark.parametrize("program", [impala, impala_ray])
+def test_v_trace_is_what_its_definition_says(program):
     rng = np.random.default_rng(0)
     shape = 6, 2
     reward, value, next_value, log_ratio = rng.normal(size=(4, *shape)).astype(np.float32)
     terminated, truncated = np.zeros((2, *shape), bool)
     terminated[1, 0] = truncated[3, 0] = truncated[2, 1] = terminated[5, 1] = True
     done = terminated | truncated
-    config = impala.Config(gamma=0.9, trace_decay=0.8)
+    config = program.Config(gamma=0.9, trace_decay=0.8)
 
     weight = np.minimum(1, np.exp(log_ratio))
     future = 0.9 * np.where(terminated, 0, next_value)
@@ -388,16 +391,16 @@ def test_v_trace_is_what_its_definition_says():
 
     given = reward, terminated, done
     values = {"value": jnp.array(value), "next_value": jnp.array(next_value)}
-    target, advantage = impala.v_trace(
+    target, advantage = program.v_trace(
         config, *map(jnp.array, given), **values, log_ratio=jnp.array(log_ratio)
     )
     np.testing.assert_allclose(target, value + expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(advantage, advantages, rtol=1e-5, atol=1e-6)
     # With the weights that played, it is the generalised advantage.
-    target, advantage = impala.v_trace(config, *map(jnp.array, given), **values, log_ratio=jnp.zeros(shape))
-    same = shared_ppo.advantages(
-        shared_ppo.Config(gamma=0.9, gae_lambda=0.8), *map(jnp.array, given), **values
-    )
+    target, advantage = program.v_trace(config, *map(jnp.array, given), **values, log_ratio=jnp.zeros(shape))
+    recurrent = ppo_recurrent.Config(gamma=0.9, gae_lambda=0.8)
+    scaled = SimpleNamespace(reward=reward / (1 - 0.9), terminated=terminated, done=done, **values)
+    same = ppo_recurrent.advantages(recurrent, scaled)
     np.testing.assert_allclose(advantage, same, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(target, value + same, rtol=1e-5, atol=1e-6)
 

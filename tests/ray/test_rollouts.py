@@ -673,11 +673,17 @@ def test_an_actor_error_in_one_learner_of_two_ends_both(cluster):
 
 def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    size = "--num-actors 1 --num-envs 4 --num-steps 50 --total-steps 600"
-    result = impala_ray.main(size.split())
-    assert (result.env_steps, result.curve.shape) == (600, (3,))
-    assert 8 < result.mean_return < 100
-    assert "faults of actors: 0;" in capsys.readouterr().out
+    size = "--num-actors 1 --num-envs 4 --num-steps 50 --total-steps 600 --name a --stop-at=-1e9"
+    stopped = impala_ray.main(size.split())  # when the first episode ends
+    assert stopped.env_steps < 600
+    run = impala_ray.main(["--resume", "runs/a", "--stop-at", "1e9"])
+    assert run.metrics()["env_steps"].tolist() == [200, 400, 600]
+    assert (run.metrics()["lag"] >= 0).all()
+    assert 8 < run.latest("episode_return") < 100
+    with np.load("runs/a/state.npz") as state:
+        assert [state[name] for name in state if name.endswith(".obs_stats.count")] == [600]
+    said = capsys.readouterr().out
+    assert said.count("faults of actors: 0; rollouts dropped because of --max-lag: 0") == 2
 
 
 @pytest.mark.parametrize(
