@@ -34,11 +34,9 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def read_jaxvec(line: str) -> Point | None:
-    """Parses a line of progress or of `--log` of jaxvec's programs, or returns None for another line."""
-    if (found := _PROGRESS.search(line)) is not None:
-        return int(found[1].replace(",", "")), float(found[2])
-    words = line.split(",")
-    return (int(words[0]), float(words[2])) if len(words) == 3 and words[0].isdecimal() else None
+    """Parses a line of progress of jaxvec's programs, or returns None for another line."""
+    found = _PROGRESS.search(line)
+    return found and (int(found[1].replace(",", "")), float(found[2]))
 
 
 def cleanrl_reader() -> Callable[[str], Point | None]:

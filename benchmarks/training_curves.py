@@ -37,7 +37,7 @@ _PANELS = [
 
 
 def read(path: Path) -> NDArray[np.float64]:
-    """Returns env steps, seconds and mean return, `[num_rows, 3]`, of a log or a `metrics.csv`."""
+    """Returns env steps, seconds and mean return, `[num_rows, 3]`, of a curve or a `metrics.csv`."""
     with path.open() as file:
         if not file.readline().startswith("env_steps"):
             return np.loadtxt(path, delimiter=",", ndmin=2)

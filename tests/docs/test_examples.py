@@ -23,8 +23,6 @@ import ppo_recurrent
 import pytest
 import sac
 import search
-import shared_ppo
-import shared_training
 from flax import linen as nn
 from flax import serialization
 from gymnasium import spaces
@@ -492,17 +490,3 @@ def test_search_refuses_options_that_do_not_fit(options, message, capsys):
 def test_search_says_which_actions_it_takes():
     with pytest.raises(SystemExit, match=r"Pendulum-v1: this search takes Discrete actions, not Box"):
         search.main(["--env", "Pendulum-v1", "--num-envs", "2"])
-
-
-def test_programs_take_an_env_that_a_module_registers(tmp_path, monkeypatch):
-    (tmp_path / "own_programs_env.py").write_text(
-        "import gymnasium\ngymnasium.register('OwnProgram-v0', object)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    config = shared_training.parse(
-        shared_training.Options, "dqn", "about", ["--env", "own_programs_env:OwnProgram-v0"]
-    )
-    assert config.env == "own_programs_env:OwnProgram-v0"
-    with pytest.raises(SystemExit):
-        shared_training.parse(shared_training.Options, "dqn", "about", ["--env", "no_module:Env-v0"])
-    del gymnasium.registry["OwnProgram-v0"], sys.modules["own_programs_env"]
