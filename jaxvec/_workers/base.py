@@ -59,9 +59,9 @@ class Process(ABC):
         """Nanoseconds by which the worker's monotonic clock is ahead of this process's clock."""
         return 0
 
-    @abstractmethod
     def ended(self) -> bool:
         """Returns whether the process has ended."""
+        return self.wait(0)
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,8 @@ class ForkedWorker(Process):
         self._reaped = False
         self._exitcode: int | None = None
 
-    def ended(self) -> bool:
-        return self.wait(0)
-
     def wait(self, timeout: float) -> bool:
-        if not self._reaped and _readable(self._pidfd, timeout):
+        if not self._reaped and wait([self._pidfd], timeout):
             with self._lock:
                 if not self._reaped:
                     self._kill()  # the processes that its envs have started
@@ -134,7 +131,7 @@ class _Server:
             self._requests.send(REAP + PID.pack(pid))
             # The answer to an interrupted call may come first.
             while pid not in self._exitcodes:
-                if not _readable(self._requests.fileno(), self._patience):
+                if not wait([self._requests], self._patience):
                     self._patience = 0
                     break
                 self._patience = _ANSWER_TIMEOUT
@@ -171,14 +168,11 @@ class Forker:
     """Starts workers on this machine as forks of a server. `Timeouts.start` includes the server's start."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self._changes = config.workers.env
-        self._modules = tuple(config.workers.preload)
-        self._python = config.workers.python
-        self._timeout = config.timeouts.start
+        self._workers, self._timeout = config.workers, config.timeouts.start
         self._server: _Server | None = None
 
     def launch(self, streams: Sequence[int]) -> tuple[ForkedWorker, Channel]:
-        env = environ(self._changes)
+        env = environ(self._workers.env)
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
         try:
             return self._launch(env, deadline, streams)
@@ -233,10 +227,10 @@ class Forker:
             if self._server is not None:
                 return self._server
             early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
-            changes = tuple(sorted(self._changes.items()))
-            python = self._python or sys.executable
-            key = (*sorted(early.items()), changes, self._modules, python, process_identity())
-            server = _servers.pop(key, None) or _Server(env, self._modules, self._python)
+            changes = tuple(sorted(self._workers.env.items()))
+            modules, python = tuple(self._workers.preload), self._workers.python
+            key = (*sorted(early.items()), changes, modules, python or sys.executable, process_identity())
+            server = _servers.pop(key, None) or _Server(env, modules, python)
             _servers[key] = server
             server.users += 1
             self._server = server
@@ -291,9 +285,3 @@ def reason_unavailable() -> str | None:
     if not Path(children).exists():
         return f"the system does not list the children of a process: {children} does not exist"
     return None
-
-
-def _readable(descriptor: int, timeout: float) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(timeout * 1000))

@@ -148,6 +148,9 @@ class MemoryWatch:
 class ProcessWorkers(WorkerGroup):
     """The worker processes of one pool, and the parent's end of the dispatch to them."""
 
+    _arrays: Arrays  # these two from `attach` to `close`
+    _dispatch: ParentDispatch
+
     def __init__(
         self, recipe: WorkerRecipe, *, launcher: Launcher, dispatch: str, budget: Budget, learn_info: bool
     ) -> None:
@@ -156,10 +159,8 @@ class ProcessWorkers(WorkerGroup):
         self._launcher = launcher
         self._start_timeout = recipe.config.timeouts.start
         self._max_running = recipe.config.workers.max_running
-        self._arrays: Arrays | None = None
         self.memory_watch: MemoryWatch | None = None
         self._kind = dispatch
-        self._dispatch: ParentDispatch | None = None
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
         self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
         self.incarnations, self.last_errors = supervisor.incarnations, supervisor.last_errors
@@ -183,7 +184,7 @@ class ProcessWorkers(WorkerGroup):
             raise
         message = Attach(0, self._slices[0], layout, spec, self._kind, spin_ns, replaces=None)
         self.supervisor.attach(message, descriptor, arrays)
-        self._spec, self._arrays = spec, arrays
+        self._spec = spec
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self.moves_states = self.maps_segment and not self._objects_in
@@ -192,27 +193,23 @@ class ProcessWorkers(WorkerGroup):
         self._dispatch = parent_end(
             self._kind, marks, slices=self._partition, channels=channels, spin_ns=spin_ns
         )
+        self._arrays = arrays
         if not self._launcher.at_sockets:
             self.supervisor.notify_worker = self._dispatch.notify_worker
         return arrays
 
     def open_engine(self, config: EngineConfig) -> Engine:
-        assert self._dispatch is not None
-        assert self._arrays is not None
         return open_engine(self._dispatch, self._spec, self._arrays, slices=self._partition, config=config)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        assert self._dispatch is not None
         if verb is Verb.STEP and self._objects_out:
             self._put_objects(slots)
         self._dispatch.send(verb, slots)
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
-        assert self._dispatch is not None
         return self._dispatch.any_resetting(slots)
 
     def wait(self, slots: NDArray[Any], count: int, limits: WaitLimits) -> None:
-        assert self._dispatch is not None
         supervisor, dispatch = self.supervisor, self._dispatch
         while True:
             seconds = min(supervisor.time_left(limits), DEATH_CHECK_INTERVAL)
@@ -234,7 +231,6 @@ class ProcessWorkers(WorkerGroup):
             self._get_objects(slots, limits.timeout)
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        assert self._dispatch is not None
         return self._dispatch.first_completed(slots, count)
 
     def set_options(self, options: Options, timeout: float | None) -> None:
@@ -283,9 +279,9 @@ class ProcessWorkers(WorkerGroup):
         try:
             self.supervisor.close(timeout, tell=tell)
         finally:
-            if self._dispatch is not None:
+            if hasattr(self, "_arrays"):
                 self._dispatch.close()
-            self._arrays = self._dispatch = None
+                del self._dispatch, self._arrays
 
     def processes(self) -> list[ProcessStats | None]:
         found = [None if pid is None else read_process(pid) for pid in self.supervisor.pids()]
@@ -300,7 +296,6 @@ class ProcessWorkers(WorkerGroup):
         """Returns the workers that delay `slots`, and all unfinished slots of these workers."""
         late, unfinished = self._late(slots)
         if self._max_running is not None:  # a worker in the queue is delayed by those that run
-            assert self._arrays is not None
             waiting = Marks.of(self._arrays).running[:, 1]
             late = [worker for worker in late if not waiting[worker]] or late
         # Slots of other workers may have been dispatched a moment ago, in first-ready mode.
@@ -309,14 +304,12 @@ class ProcessWorkers(WorkerGroup):
 
     def _late(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
         """Returns the workers with unfinished slots among `slots`, and all unfinished slots of the pool."""
-        assert self._dispatch is not None
         unfinished = self._dispatch.unfinished()
         late = set(map(self.supervisor.diagnosis.worker_of, np.intersect1d(unfinished, slots).tolist()))
         return sorted(late), unfinished.tolist()
 
     def _put_objects(self, slots: NDArray[Any]) -> None:
         """Sends the workers the action leaves that are Python objects, which are not in the segment."""
-        assert self._arrays is not None
         columns = {path: self._arrays[path] for path in self._objects_out}
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
@@ -327,7 +320,6 @@ class ProcessWorkers(WorkerGroup):
 
     def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
         """Fetches the time step leaves that are Python objects, which are not in the segment."""
-        assert self._arrays is not None
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
             mine = slots[(first <= slots) & (slots < stop)]

@@ -44,9 +44,7 @@ class SerialWorkers(WorkerGroup):
         self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
         self.env_settings = None
         if budget.policy is not None:
-            self.env_settings = EnvSettings(
-                budget.policy, lambda value: value
-            )  # envs get the values themselves
+            self.env_settings = EnvSettings(budget.policy, pack=lambda value: value)  # without a copy
         try:
             with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)

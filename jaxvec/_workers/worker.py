@@ -191,11 +191,6 @@ class Reply:
     failure: Report | None = None
 
 
-def pack(message: Request | Reply) -> bytes:
-    """Pickles a message with user data that is pickled already, in a third of cloudpickle's time."""
-    return pickle.dumps(message)
-
-
 def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
     """Pickles a value of the user, or raises the error that `refuse` makes of the cause."""
     try:
@@ -416,7 +411,7 @@ def _serve(
                     env_slice.prepare()
             start = monotonic_ns()
             if age is not None and (reason := age.exceeded(start)) and env_slice.can_leave():
-                _retire(channel, end, env_slice, reason)
+                _report(channel, end, env_slice, Retire(reason))  # after which no other request is pending
                 with turn:
                     handed = env_slice.hand_over(inexact=inexact, cut=age.limits.fallback == "cut")
                 if handed.host is None:
@@ -432,7 +427,7 @@ def _serve(
             if not isinstance(message, Work):
                 runs_envs = turn if message.name == "simulate_states" else nullcontext()
                 with span(recorder, f"answer {message.name}"), runs_envs:
-                    channel.send(pack(_answer(env_slice, message)))
+                    channel.send(pickle.dumps(_answer(env_slice, message)))
                 continue
             if message.verb in _ATTEMPTS:
                 attempt = getattr(env_slice, _ATTEMPTS[message.verb])
@@ -454,12 +449,14 @@ def _serve(
                 _recover(channel, end, env_slice, failure, turn)
 
 
-def _retire(channel: Channel, end: WorkerDispatch, env_slice: Slice, reason: str) -> None:
-    """Reports that the process should be replaced, and waits until the parent has no other request."""
-    channel.send(Retire(reason))
+def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Report | Retire) -> Any:
+    """Sends a report, and returns the answer to it."""
+    channel.send(report)
     end.notify_parent()
-    while not isinstance(message := end.receive_message(), HandOver):
-        channel.send(pack(_answer(env_slice, message)))
+    # Requests may have been sent before the parent read the report.
+    while isinstance(message := end.receive_message(), Request):
+        channel.send(pickle.dumps(_answer(env_slice, message)))
+    return message
 
 
 def _recover(
@@ -471,11 +468,7 @@ def _recover(
 ) -> None:
     """Reports a failure until the env is ready again. The parent may kill this process instead."""
     while True:
-        channel.send(failures.report(failure))
-        end.notify_parent()
-        # A request may have been sent before the parent read the report.
-        while not isinstance(message := end.receive_message(), Recover):
-            channel.send(pack(_answer(env_slice, message)))
+        message = _report(channel, end, env_slice, failures.report(failure))
         try:
             settings = message.settings and _unpickle_settings(failure.env_id, message.settings)
             with turn:
