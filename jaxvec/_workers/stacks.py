@@ -1,9 +1,10 @@
-"""Stacks of worker processes, also of those that hang in C code with the GIL.
+"""Stacks of worker processes, also of those that hang in C code with the GIL, and requests for a prompt.
 
 A worker lets `faulthandler` write its stack into unnamed memory when it gets one of two real-time signals,
 which envs rarely use. Any process of the user can send the signal, and read the memory through /proc. After
 `DUMP`, the worker continues, and Python repeats an interrupted system call. `DUMP_AND_END` also ends it, so
-that no env continues that is about to be replaced.
+that no env continues that is about to be replaced. `ATTACH` requests a prompt (debugger.py): the memory then
+has the request.
 """
 
 from __future__ import annotations
@@ -19,25 +20,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 
 from jaxvec._stats import family_of
 
 _IS_SUPPORTED = sys.platform == "linux"
-DUMP, DUMP_AND_END = (signal.SIGRTMAX - n if _IS_SUPPORTED else 0 for n in (8, 9))
+DUMP, DUMP_AND_END, ATTACH = (signal.SIGRTMAX - n if _IS_SUPPORTED else 0 for n in (8, 9, 10))
 _NAME = "/memfd:jaxvec stack "
 _TIMEOUT = 0.5  # seconds for a dump; a stopped process makes none
 _POLL_INTERVAL = 0.01  # seconds; a dump is complete if it does not grow for as long
 _CURRENT = "Current thread"
 
 
-def publish(worker: int, first: int, last: int) -> None:
-    """Prepares this process, a worker with the envs `first` to `last`, to dump its stack."""
+def publish(worker: int, first: int, last: int, attach: Callable[[str, FrameType | None], None]) -> None:
+    """Prepares this process, a worker with the envs `first` to `last`, for the signals.
+
+    `attach` gets a request and the frame that it interrupts.
+    """
     if _IS_SUPPORTED:
         # The process keeps the descriptor.
         memory = os.memfd_create(f"{_NAME.partition(':')[2]}{worker} {first} {last}")
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(DUMP, memory)
         faulthandler.register(DUMP_AND_END, memory, chain=True)  # the default action ends the process
+        signal.signal(ATTACH, lambda _, frame: attach(os.pread(memory, 99, 0).decode("latin-1"), frame))
 
 
 @dataclass(frozen=True)
@@ -50,15 +56,21 @@ class Published:
     last: int
     memory: str  # path of its stack's memory
 
+    def send(self, number: int, request: str = "") -> int:
+        """Sends a signal. Returns a descriptor of the memory; raises `OSError` if the worker can't get it."""
+        status = Path(f"/proc/{self.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        if not int(status, 16) >> number - 1 & 1:  # the default action would end the process
+            raise ProcessLookupError(f"process {self.pid} has no handler of signal {number}")
+        memory = os.open(self.memory, os.O_RDWR | os.O_CLOEXEC)
+        os.ftruncate(memory, 0)
+        os.pwrite(memory, request.encode(), 0)
+        os.kill(self.pid, number)
+        return memory
+
     def request_stack(self, number: int = DUMP) -> Callable[[], str]:
         """Sends the signal. Returns a function that waits for the stack, and returns "" if there is none."""
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
-            if not int(status, 16) >> number - 1 & 1:  # the default action would end the process
-                return lambda: ""
-            memory = os.open(self.memory, os.O_RDWR | os.O_CLOEXEC)
-            os.ftruncate(memory, 0)
-            os.kill(self.pid, number)
+            memory = self.send(number)
         except OSError:
             return lambda: ""
 

@@ -318,7 +318,7 @@ def run_worker(channel: Channel) -> None:
             config = replace(config, states=states)
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
-            stacks.publish(setup.worker, setup.first, last)
+            stacks.publish(setup.worker, setup.first, last, partial(debug.attach, size=size or 1))
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
             with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
                 Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit

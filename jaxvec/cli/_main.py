@@ -42,7 +42,7 @@ from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, fork, process, stacks
 from jaxvec.callbacks import _ffi, _make
-from jaxvec.cli import _bench, _top
+from jaxvec.cli import UsageError, _bench, _top
 from jaxvec.spaces import pad
 
 FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -53,10 +53,6 @@ exit codes:
   1    an env or a check failed
   2    usage error: unknown env, bad argument, or missing package
   130  Ctrl-C"""
-
-
-class UsageError(Exception):
-    """A wrong argument or a missing package; the message is one line."""
 
 
 def lacks_package(error: EnvError) -> bool:
@@ -138,8 +134,10 @@ def _find_target(options: Namespace) -> Target:
         imported = _import(name, module)
         if not re.search(r"-v\d+$", rest):
             return _checked(Target(name, _callable(name, imported, rest), kwargs))
-    elif name.partition("/")[0] in _PUBLISHERS:
-        return _checked(Target(name, f"{_publisher(name)}:{name}", kwargs))
+    elif (namespace := name.partition("/")[0]) in _PUBLISHERS:
+        package, extra = _PUBLISHERS[namespace]
+        _import(name, package, _util.install_command(extra))
+        return _checked(Target(name, f"{package}:{name}", kwargs))
     return _checked(Target(name, name, kwargs))
 
 
@@ -158,11 +156,11 @@ def _kwargs(text: str) -> dict[str, Any]:
     return kwargs
 
 
-def _import(name: str, module: str) -> Any:
+def _import(name: str, module: str, advice: str = "is it installed?") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: there is no module named {error.name!r}; is it installed?") from error
+        raise UsageError(f"{name}: there is no module named {error.name!r}; {advice}") from error
     except Exception as error:
         raise UsageError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
 
@@ -177,16 +175,6 @@ def _callable(name: str, module: Any, rest: str) -> Any:
     if not callable(found):
         raise UsageError(f"{name} must be a callable that returns an env, not of type {type(found).__name__}")
     return found
-
-
-def _publisher(name: str) -> str:
-    """Returns the package that registers the id `name`, after importing it."""
-    package, extra = _PUBLISHERS[name.partition("/")[0]]
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: no package {package!r}; {_util.install_command(extra)}") from error
-    return package
 
 
 def _checked(target: Target) -> Target:
@@ -500,21 +488,61 @@ examples:
 
 
 def _run_top(options: Namespace) -> Outcome:
-    try:
-        if options.stack:
-            return _show_stacks(options.pid, options.env)
-        workers = _top.look(options.pid)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    workers = _top.look(options.pid)
     record = {"schema": "jaxvec.top/1", "pid": options.pid, "workers": workers}
     return Outcome(record, _top.table(workers) if options.once else _top.live(options.pid, options.seconds))
 
 
-def _show_stacks(pid: int, env_id: int | None) -> Outcome:
-    workers = [each for each in stacks.find_all(pid) if env_id is None or each.first <= env_id <= each.last]
+def _add_top_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="process id of the program that made the pools")
+    parser.add_argument("--once", action="store_true", help="print one table, and exit")
+    text = "time between two tables in seconds, default 2"
+    parser.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help=text)
+
+
+_TOP = Command(
+    name="top",
+    summary="show memory, age and speed of a program's workers",
+    details="""\
+The command reads /proc and the shared memory of the program's pools, and changes nothing. The workers with
+the most memory come first. MEMORY is resident memory, with that of child processes; in SHARE, a page that n
+processes share counts 1/n. Ctrl-C ends the command.
+
+--json prints {"schema": "jaxvec.top/1", "pid": PID, "workers": [{…}]} once.
+
+examples:
+  python -m jaxvec top 4711 --once""",
+    add_arguments=_add_top_arguments,
+    run=_run_top,
+)
+
+
+# --- attach ----------------------------------------------------------------------------------------------
+
+
+def _run_attach(options: Namespace) -> Outcome:
+    pid, env_id = options.pid, options.env
+    if not (workers := [*stacks.find_all(pid)]):
+        _top.look(pid)  # raises if there is no such process, or if it has no workers
+    workers = [each for each in workers if env_id is None or each.first <= env_id <= each.last]
     if not workers:
-        which = "" if env_id is None else f" with env {env_id}"
-        raise ValueError(f"process {pid} has no worker{which} that you may inspect")
+        raise UsageError(f"process {pid} has no worker with env {env_id}")
+    if options.stack:
+        return _show_stacks(pid, workers)
+    if env_id is None or options.json:
+        raise UsageError("a prompt needs --env, and has no --json")
+    if len(workers) > 1:
+        pids = ", ".join(str(each.pid) for each in workers)
+        raise UsageError(f"several pools have an env {env_id}; instead of {pid}, pass one of {pids}")
+    try:
+        continues = _top.talk(workers[0], env_id)
+    except OSError as error:
+        raise UsageError(f"attach needs a terminal, and a worker that has started: {error}") from error
+    text = f"worker {workers[0].worker} {'continues' if continues else 'has ended'}"
+    return Outcome({}, text, FINE if continues else FAILED)
+
+
+def _show_stacks(pid: int, workers: Sequence[stacks.Published]) -> Outcome:
     reads = [each.request_stack() for each in workers]
     found: list[dict[str, Any]] = [
         {"pid": w.pid, "worker": w.worker, "envs": [w.first, w.last], "stack": read()}
@@ -525,39 +553,33 @@ def _show_stacks(pid: int, env_id: int | None) -> Outcome:
         + (each["stack"].strip() or "no answer: the process is stopped, or blocks the signal")
         for each in found
     )
-    record = {"schema": "jaxvec.top/1", "pid": pid, "workers": found}
+    record = {"schema": "jaxvec.attach/1", "pid": pid, "workers": found}
     return Outcome(record, text, FINE if all(each["stack"] for each in found) else FAILED)
 
 
-def _add_top_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("pid", type=int, metavar="PID", help="process id of the program that made the pools")
-    parser.add_argument("--once", action="store_true", help="print one table, and exit")
+def _add_attach_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="process id of the program, or of a worker")
+    parser.add_argument("--env", type=int, metavar="N", help="the env, or with --stack that of the worker")
     parser.add_argument("--stack", action="store_true", help="print the workers' Python stacks, and exit")
-    parser.add_argument("--env", type=int, metavar="N", help="only the stack of the worker that has this env")
-    text = "time between two tables in seconds, default 2"
-    parser.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help=text)
 
 
-_TOP = Command(
-    name="top",
-    summary="show memory, age, speed, or with --stack the Python stacks, of a program's workers",
+_ATTACH = Command(
+    name="attach",
+    summary="open pdb in a worker of a running program, or print the stacks of workers",
     details="""\
-The command reads /proc and the shared memory of the program's pools, and changes nothing. The workers with
-the most memory come first. MEMORY is resident memory, with that of child processes; in SHARE, a page that n
-processes share counts 1/n. Ctrl-C ends the command.
+pdb stops where the env next runs its own Python code, and all timeouts stand still. Ctrl-C ends the command
+that pdb executes, or the wait; `quit` lets the env continue. --stack also shows workers that hang. Both
+interrupt a worker by a real-time signal, so C code may see EINTR. The exit code is 1 if the worker has ended,
+or does not answer.
 
---stack also shows workers that hang. It interrupts each one for a moment by a real-time signal: Python then
-repeats an interrupted system call, but C code may see EINTR. The exit code is 1 if a worker does not answer.
-
---json prints {"schema": "jaxvec.top/1", "pid": PID, "workers": [{…}]} once; with --stack, each worker has a
+--stack --json prints {"schema": "jaxvec.attach/1", "pid": PID, "workers": [{…}]}; each worker has a "pid", a
 "worker" index, its first and last "envs", and a "stack".
 
 examples:
-  python -m jaxvec top 4711
-  python -m jaxvec top 4711 --once
-  python -m jaxvec top 4711 --stack --env 17""",
-    add_arguments=_add_top_arguments,
-    run=_run_top,
+  python -m jaxvec attach 4711 --env 17
+  python -m jaxvec attach 4711 --env 17 --stack""",
+    add_arguments=_add_attach_arguments,
+    run=_run_attach,
 )
 
 
@@ -601,7 +623,7 @@ code: replay only records that you trust.
 
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _REPLAY)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _ATTACH, _REPLAY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

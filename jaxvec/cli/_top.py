@@ -1,10 +1,14 @@
-"""The workers of a running program, as /proc and the shared memory of its pools show them."""
+"""The workers of a running program: a table, from /proc and shared memory, and a terminal for their pdb."""
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,17 +19,21 @@ import numpy as np
 
 from jaxvec import _stats
 from jaxvec._workers import stacks
+from jaxvec._workers.debugger import open_terminal
+from jaxvec.cli import UsageError
 
+_CTRL_C = b"\x03"
 _CLEAR = "\x1b[H\x1b[J"
 _ROW_BYTES = 8 * _stats.WIDTH
 _COLUMNS = (
     *("PID", "POOL", "ENVS", "MEMORY", "SHARE", "FILES", "THREADS", "CHILDREN", "AGE"),
     *("STEPS", "STEPS/S", "EPISODES", "FAULTS", "REPLACED", "RECYCLED"),
 )
+_COUNTERS = "steps", "episodes", "faults", "replaced", "recycled"
 
 
 def look(pid: int) -> list[dict[str, Any]]:
-    """Returns the workers of a program, those with the most memory first. Raises `ValueError` for none."""
+    """Returns the workers of a program, those with the most memory first. Raises `UsageError` for none."""
     family, workers = _stats.family_of(pid), list[dict[str, Any]]()
     envs = {each.pid: f"{each.first}-{each.last}" for each in stacks.find_all(pid)}
     for pool, segment in enumerate(_segments(pid)):
@@ -34,13 +42,10 @@ def look(pid: int) -> list[dict[str, Any]]:
         for row in rows.reshape(-1, _stats.WIDTH)[: len(family)].tolist():
             worker = row[_stats.PID]
             if worker in family and (process := _stats.read_process(worker)) is not None:
-                counters = {
-                    name: row[getattr(_stats, name.upper())] for name in ("steps", "episodes", "faults")
-                }
-                counters |= {"replaced": row[_stats.REPLACED], "recycled": row[_stats.RECYCLED]}
+                counters = {name: row[getattr(_stats, name.upper())] for name in _COUNTERS}
                 workers.append({"pool": pool, "envs": envs.get(worker, "?"), **asdict(process), **counters})
     if not workers:
-        raise ValueError(
+        raise UsageError(
             f"process {pid} has no workers of jaxvec on this machine; a pool with backend='serial' has none, "
             "and those on a Ray cluster belong to the actors' processes"
         )
@@ -50,7 +55,7 @@ def look(pid: int) -> list[dict[str, Any]]:
 def live(pid: int, seconds: float) -> Iterator[str]:
     """Yields a table again and again, until Ctrl-C or the end of the program."""
     before: dict[tuple[int, str], tuple[float, int]] = {}
-    with suppress(ValueError, KeyboardInterrupt):
+    with suppress(UsageError, KeyboardInterrupt):
         while True:
             now, workers = time.monotonic(), look(pid)
             for worker in workers:
@@ -72,7 +77,7 @@ def _cells(worker: dict[str, Any]) -> tuple[str, ...]:
     sizes = (f"{worker[name] / 1e6:,.0f} MB" for name in ("memory", "proportional_memory"))
     counts = (str(worker[name]) for name in ("descriptors", "threads", "children"))
     rate = f"{worker['rate']:,.0f}" if "rate" in worker else "-"
-    more = (f"{worker[name]:,}" for name in ("episodes", "faults", "replaced", "recycled"))
+    more = (f"{worker[name]:,}" for name in _COUNTERS[1:])
     names = str(worker["pid"]), str(worker["pool"]), worker["envs"]
     return *names, *sizes, *counts, f"{worker['age']:,.0f} s", f"{worker['steps']:,}", rate, *more
 
@@ -82,9 +87,9 @@ def _segments(pid: int) -> Iterator[bytes]:
     try:
         descriptors = sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name))
     except FileNotFoundError as error:
-        raise ValueError(f"there is no process {pid}, or no /proc") from error
+        raise UsageError(f"there is no process {pid}, or no /proc") from error
     except PermissionError as error:
-        raise ValueError(f"process {pid} belongs to another user; run this command as that user") from error
+        raise UsageError(f"process {pid} belongs to another user; run this command as that user") from error
     seen: set[int] = set()  # inodes: the mapping has a descriptor of its own
     for path in descriptors:
         with suppress(OSError):  # closed meanwhile
@@ -92,3 +97,44 @@ def _segments(pid: int) -> Iterator[bytes]:
                 seen.add(inode)
                 with path.open("rb") as file:
                     yield file.read(_ROW_BYTES * 4096)
+
+
+# --- A terminal for pdb ----------------------------------------------------------------------------------
+
+
+def talk(worker: stacks.Published, env_id: int) -> bool:
+    """Connects pdb in a worker with the terminal of this process. Returns whether the worker runs at the end.
+
+    The worker gets a pseudo-terminal, which closes with this process. Ctrl-C outside of a prompt raises.
+    """
+    ours, theirs = os.openpty()
+    path, stdin = os.ttyname(theirs), f"/proc/{worker.pid}/fd/0"
+    if os.readlink(stdin) != os.devnull:
+        raise UsageError(f"worker {worker.worker} has a prompt at another terminal")
+    os.chown(path, os.stat(f"/proc/{worker.pid}").st_uid, -1)  # has an effect for root
+    with open_terminal() as terminal, open(theirs) as until_prompt:
+        settings = termios.tcgetattr(terminal)
+        termios.tcsetwinsize(theirs, termios.tcgetwinsize(terminal))
+        try:
+            worker.send(stacks.ATTACH, f"{env_id} {path}")
+            print(f"waiting until env {env_id} runs Python code; Ctrl-C ends the command", file=sys.stderr)
+            tty.setraw(terminal)
+            with suppress(OSError):  # the worker closes the pseudo-terminal
+                while os.path.exists(worker.memory):
+                    readable, _, _ = select.select([terminal, ours], [], [], 0.5)
+                    if ours in readable:
+                        os.write(terminal, os.read(ours, 1 << 16))
+                        until_prompt.close()
+                    if terminal in readable:
+                        typed = os.read(terminal, 1 << 10)
+                        if until_prompt.closed:  # before, the pseudo-terminal would print it, too
+                            os.write(ours, typed.replace(_CTRL_C, b""))
+                        if _CTRL_C in typed:
+                            if os.readlink(stdin) != path:
+                                raise KeyboardInterrupt
+                            os.kill(worker.pid, signal.SIGINT)
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
+            with suppress(OSError):
+                worker.send(stacks.ATTACH)
+    return os.path.exists(worker.memory)

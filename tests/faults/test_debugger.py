@@ -1,4 +1,4 @@
-"""`breakpoint()` and `make(debug=True)` in worker processes, at a terminal of the test."""
+"""`breakpoint()`, `make(debug=True)` and `python -m jaxvec attach`, at terminals of the test."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import textwrap
 import pexpect
 import pytest
 from pexpect import fdpexpect
+from support import probe
 from support.disasters import PATIENCE
 
 import jaxvec
+from jaxvec.cli import _main
 from jaxvec.testing import CountingEnv
 
 ENV = """
@@ -55,13 +57,25 @@ class Terminal:
     def send(self, line):
         self._child.sendline(line)
 
+    def type(self, text):
+        self._child.send(text)
+
     def ctrl_c(self):
         self._child.send("\x03")
 
-    def expect_end(self):
+    def hang_up(self):
+        self._child.close()
+        self._process.wait(PATIENCE)
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait(PATIENCE)
+        self._child.close()
+
+    def expect_end(self, code=0):
         self._child.expect(pexpect.EOF)
         self._child.close()
-        assert self._process.wait(PATIENCE) == 0, self._child.before
+        assert self._process.wait(PATIENCE) == code, self._child.before
 
 
 STEPS = """
@@ -184,6 +198,325 @@ def test_debug_opens_pdb_where_an_env_raises(backend):
     terminal.send("q")
     terminal.expect("caught 1 step ValueError('lost')")
     terminal.expect_end()
+
+
+# --- python -m jaxvec attach ------------------------------------------------------------------
+
+
+class Attached(Terminal):
+    """The command, at a terminal of its own."""
+
+    def __init__(self, pid, *, env_id=1):
+        self._env_id = env_id
+        super().__init__(f"""
+        from jaxvec.cli import _main
+        sys.exit(_main.main(["attach", "{pid}", "--env", "{env_id}"]))
+        """)
+
+    def expect_prompt(self):
+        return self.expect(f"(Pdb env {self._env_id}) ")
+
+    def run(self, command):
+        """Returns the output of a command of pdb."""
+        self.send(command)
+        return self.expect_prompt()
+
+
+# Env 1 waits in its first step, also of a new process, until it is released.
+LOOP = """if self.env_id == 1 and self.steps == 0:
+            print("looping", flush=True)
+            while not hasattr(self, "released"):
+                time.sleep(0.01)"""
+STEP_TWICE = """
+envs = jaxvec.make(Env, 2, num_workers={workers}{more})
+envs.reset(seed=0)
+print("first", envs.step([1, 1]).reward.tolist())
+print("second", envs.step([1, 1]).reward.tolist())
+envs.close()
+"""
+
+
+def looping_program(*, workers=2, more=""):
+    program = Terminal(STEP_TWICE.format(workers=workers, more=more), step=LOOP)
+    program.expect("looping")
+    return program
+
+
+def expect_both_steps(program):
+    program.expect("first [1.0, 1.0]")
+    program.expect("second [2.0, 2.0]")
+    program.expect_end()
+
+
+JITTED = """
+import gymnasium, jax
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Cart(CartPoleEnv):
+    def __init__(self, waits):
+        super().__init__()
+        self.waits, self.steps = waits, 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.waits and self.steps == 30:
+            print("looping", flush=True)
+            while self.waits:
+                time.sleep(0.01)
+        return super().step(action)
+
+def make_env(waits=False):
+    return gymnasium.wrappers.TimeLimit(Cart(waits), 20)
+
+actions = np.random.default_rng(0).integers(2, size=(60, 3))
+oracle = gymnasium.vector.SyncVectorEnv([make_env] * 3)
+oracle.reset(seed=5)
+expected = [oracle.step(each)[:4] for each in actions]
+
+@jax.jit
+def run(handle, actions):
+    def step(handle, action):
+        handle, timestep = jaxvec.step(handle, action)
+        return handle, (timestep.obs, timestep.reward, timestep.terminated, timestep.truncated)
+    return jax.lax.scan(step, handle, actions)[1]
+
+env_fns = [make_env, lambda: make_env(True), make_env]
+with jaxvec.make(env_fns, num_workers=1, autoreset_mode="NEXT_STEP") as envs:
+    found = run(jaxvec.reset(envs, seed=5)[0], actions)
+    print("equal", [bool((one == np.stack(other)).all()) for one, other in zip(found, zip(*expected))])
+"""
+
+
+def test_data_of_a_jitted_loop_are_as_without_attach():
+    program = Terminal(JITTED)
+    program.expect("looping")
+    other = Attached(program.pid)
+    other.expect_prompt()
+    assert "30" in other.run("p self.steps")
+    assert "True" in other.run("p self.waits")
+    other.run("self.waits = False")
+    for _ in range(30):  # into Gymnasium's code, and past the next steps of the other envs
+        other.run("next")
+    assert "30" not in other.run("p self.steps")
+    other.send("continue")
+    other.expect("worker 0 continues")
+    other.expect_end()
+    program.expect("equal [True, True, True, True]")
+    program.expect_end()
+
+
+def test_attach_stops_in_a_batched_env():
+    program = """
+    class Batch(gymnasium.vector.VectorEnv):
+        num_envs, metadata = 2, {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        single_observation_space = gymnasium.spaces.Discrete(9)
+        single_action_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self, place):
+            self.place = place
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(2, np.int64), {}
+
+        def step(self, actions):
+            if self.place == 1:
+                print("looping", flush=True)
+                while not hasattr(self, "released"):
+                    time.sleep(0.01)
+            return np.zeros(2, np.int64), np.ones(2), np.zeros(2, bool), np.zeros(2, bool), {}
+
+    with jaxvec.make([lambda: Batch(0), lambda: Batch(1)], 4, envs_per_instance=2, num_workers=1) as envs:
+        envs.reset(seed=0)
+        print("reward", envs.step([1, 1, 1, 1]).reward.tolist())
+    """
+    program = Terminal("import gymnasium\n" + textwrap.dedent(program))
+    program.expect("looping")
+    other = Attached(program.pid, env_id=3)
+    other.expect("(Pdb env 2) ")  # the first env of the batch
+    other.send("self.released = True")
+    other.expect("(Pdb env 2) ")
+    other.send("c")
+    other.expect_end()
+    program.expect("reward [1.0, 1.0, 1.0, 1.0]")
+    program.expect_end()
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_attach_prompts_with_line_editing(start_method):
+    program = looping_program(more=f", workers=jaxvec.Workers(start_method={start_method!r})")
+    other = Attached(program.pid)
+    other.expect_prompt()
+    assert "42" in other.run("p marker + 1")
+    other.send("for number in (1, 2): print(number, input())")  # lines of input for the code
+    other.send("a")
+    other.expect("1 a")
+    other.send("b")
+    other.expect("2 b")
+    other.expect_prompt()
+    assert "410" in other.run("p marker + 2\x01\x0bp marker * 10")  # to the start of the line, and cut it
+    other.run("self.released = True")
+    other.run("next")
+    other.send("continue")
+    other.expect("worker 1 continues")
+    other.expect_end()
+    expect_both_steps(program)
+
+
+def test_attach_waits_for_an_idle_env_and_suspends_timeouts():
+    program = Terminal(
+        """
+        with jaxvec.make(Env, 2, timeouts=jaxvec.Timeouts(step=2)) as envs:
+            envs.reset(seed=0)
+            input("idle? ")
+            print("first", envs.step([1, 1]).reward.tolist())
+        """
+    )
+    program.expect("idle? ")
+    other = Attached(program.pid)
+    other.expect("waiting until env 1 runs")
+    program.send("no")
+    other.expect_prompt()
+    other.run("time.sleep(3)")
+    assert "(1, 0)" in other.run("p self.env_id, self.steps")
+    other.send("c")
+    other.expect_end()
+    program.expect("first [1.0, 1.0]")
+    program.expect_end()
+
+
+def test_ctrl_c_cancels_the_wait_of_attach():
+    program = Terminal(
+        """
+        with jaxvec.make(Env, 1) as envs:
+            envs.reset(seed=0)
+            envs.step([1])
+            input("idle? ")
+            print("second", envs.step([1]).reward.tolist())
+        """,
+        step="print('left:', sys.gettrace(), sorted(os.listdir('/proc/self/fd')), 'end', flush=True)",
+    )
+    program.expect("left: None")
+    before = program.expect("end")
+    program.expect("idle? ")
+    other = Attached(program.pid, env_id=0)
+    other.expect("waiting until env 0 runs")
+    other.ctrl_c()
+    other.expect("interrupted")
+    other.expect_end(130)
+    program.send("no")
+    program.expect("left: None")
+    assert program.expect("end") == before
+    program.expect("second [2.0]")
+    program.expect_end()
+
+
+def test_ctrl_c_in_attach_ends_the_command_or_clears_the_line():
+    program = looping_program()
+    other = Attached(program.pid)
+    other.expect_prompt()
+    for _ in range(3):
+        other.send("print('sleeping'); time.sleep(10**6)")
+        other.expect("\nsleeping")
+        other.ctrl_c()
+        other.expect("KeyboardInterrupt")
+        other.expect_prompt()
+    other.type("p never typed")
+    other.expect("never typed")
+    other.ctrl_c()
+    other.expect_prompt()
+    for _ in range(20):  # between commands
+        other.send("p marker")
+        other.ctrl_c()
+    other.send("self.released = 'yes'; 'set'")
+    other.expect("'set'")
+    other.send("c")
+    other.expect_end()
+    expect_both_steps(program)
+
+
+@pytest.mark.parametrize("end", ["quit", "EOF", "close", "kill"])
+def test_end_of_attach_lets_the_env_go_on(end):
+    program = looping_program()
+    other = Attached(program.pid)
+    other.expect_prompt()
+    other.run("self.released = True")
+    other.run("from jaxvec.testing import CountingEnv")
+    assert "Breakpoint" in other.run("break CountingEnv.step")
+    if end == "kill":
+        other.kill()
+    elif end == "close":
+        other.hang_up()
+    else:
+        other.send("quit" if end == "quit" else "\x04")
+        other.expect("worker 1 continues")
+        other.expect_end()
+    expect_both_steps(program)
+
+
+def test_breakpoint_of_attach_stops_only_its_env():
+    program = looping_program(workers=1)
+    other = Attached(program.pid)
+    other.expect_prompt()
+    other.run("self.released = True")
+    other.run("from jaxvec.testing import CountingEnv")
+    assert "Breakpoint" in other.run("break CountingEnv.step")
+    other.run("continue")
+    assert "(1, 0)" in other.run("p self.env_id, self.steps")
+    other.run("continue")
+    assert "(1, 1)" in other.run("p self.env_id, self.steps")
+    other.send("q")
+    other.expect("continues")
+    other.expect_end()
+    expect_both_steps(program)
+
+
+def test_death_of_the_worker_ends_attach_and_its_replacement_steps():
+    program = looping_program(more=', on_fault="restart"')
+    other = Attached(program.pid)
+    other.expect_prompt()
+    other.send("import os; os.kill(os.getpid(), 9)")
+    other.expect("worker 1 has ended")
+    other.expect_end(1)
+    program.expect("first [1.0, 0.0]")
+    program.expect("looping")
+    other = Attached(program.pid)
+    other.expect_prompt()
+    other.run("self.released = True")
+    other.send("q")
+    other.expect_end()
+    program.expect("second [2.0, 1.0]")
+    program.expect_end()
+
+
+def test_second_attach_is_refused_while_the_first_prompts():
+    program = looping_program()
+    first = Attached(program.pid)
+    first.expect_prompt()
+    second = Attached(program.pid)
+    second.expect("worker 1 has a prompt at another terminal")
+    second.expect_end(2)
+    first.run("self.released = True")
+    first.send("q")
+    first.expect_end()
+    expect_both_steps(program)
+
+
+def test_attach_refuses_what_it_cannot_debug(make, capfd, monkeypatch):
+    def error(*words):
+        assert _main.main(["attach", *map(str, words)]) == 2
+        return capfd.readouterr().err
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        assert f"process {other.pid} has no workers" in error(other.pid, "--env", 0)
+        other.communicate()
+    assert f"there is no process {other.pid}" in error(other.pid, "--env", 0)
+    pids = [probe.pids(make(CountingEnv, 3, num_workers=1))[0] for _ in range(2)]
+    assert f"process {os.getpid()} has no worker with env 3" in error(os.getpid(), "--env", 3)
+    assert f"instead of {os.getpid()}, pass one of {pids[0]}, {pids[1]}" in error(os.getpid(), "--env", 0)
+    assert "a prompt needs --env" in error(pids[0])
+    assert "has no --json" in error(pids[0], "--env", 0, "--json")
+    monkeypatch.setattr("jaxvec._workers.debugger._TERMINAL", "/nowhere")
+    assert "attach needs a terminal" in error(pids[0], "--env", 0)
 
 
 class StoppingEnv(CountingEnv):
