@@ -56,7 +56,6 @@ def load(monkeypatch):
 def test_pqn_atari_trains(load, monkeypatch):
     if not importlib.metadata.version("gym").startswith("0.23."):
         pytest.skip("PureJaxQL's wrapper of EnvPool's envs needs gym==0.23.1")
-    pytest.importorskip("ale_py", reason="Atari needs the extra: jaxvec[atari]")
     monkeypatch.setitem(sys.modules, "envpool", envpool)
     made = []
     make = envpool.make
