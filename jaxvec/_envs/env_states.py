@@ -569,9 +569,11 @@ def call_in_fork(function: Callable[[], None], env: Any) -> None:
     finally:
         _, status = os.waitpid(child, 0)
     if not result:
+        code = os.waitstatus_to_exitcode(status)
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise ForkedProcessEnded(
             f"cannot verify the state of {type(env.unwrapped).__name__}: the forked process that stepped the "
-            f"env ended with {_describe_exit(status)}. {_ADVICE}"
+            f"env ended with {how}. {_ADVICE}"
         )
     error = pickle.loads(result)
     if error is not None:
@@ -587,8 +589,3 @@ def _error_of(function: Callable[[], None]) -> bytes:
         what = f"cannot verify the state: the env raised {type(error).__name__}: {error}"
         return pickle.dumps(EnvStateError(what))
     return pickle.dumps(None)
-
-
-def _describe_exit(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -141,7 +141,8 @@ class _Foreign(Node):
         self.array = array
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        fits = _is_foreign(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
+        foreign = isinstance(old, np.ndarray) and not _owner(old).flags.owndata
+        fits = foreign and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
         if fits and restorer.reuse(old):  # what were several may be one array now
             if old.flags.writeable:
                 np.copyto(old, self.array)
@@ -230,10 +231,6 @@ def _memory_of(value: Any) -> Any:
         return None
     base = _owner(value).base
     return base.obj if isinstance(base, memoryview) else base
-
-
-def _is_foreign(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and not _owner(value).flags.owndata
 
 
 def _save_part(saver: Saver, value: Any) -> Any:

@@ -110,7 +110,7 @@ def save_function(saver: Saver, value: Any) -> Any:
     if (
         value.__closure__ is None
         and not value.__dict__
-        and _are_atoms(value.__defaults__, value.__kwdefaults__)
+        and ATOMS.issuperset(map(type, (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())))
     ):
         return value
     # Not the function itself, as a state must not keep alive what the env refers to by a weak reference.
@@ -136,10 +136,6 @@ def _save_cell(saver: Saver, cell: Any) -> Any:
         saver.remember(cell, node)
         node.content = saver.value(_contents(cell))
     return node
-
-
-def _are_atoms(defaults: tuple[Any, ...] | None, keywords: dict[str, Any] | None) -> bool:
-    return ATOMS.issuperset(map(type, (*(defaults or ()), *(keywords or {}).values())))
 
 
 def _full_name(function: Any) -> str:

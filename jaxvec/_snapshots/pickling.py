@@ -57,7 +57,8 @@ class _StatePickler(Pickler):
                 return reduced
             number = _ids._get_or_create_tracker_id(obj)
             return _find_class, (number, obj.__module__, obj.__qualname__, self._define(obj))
-        if isinstance(obj, types.FunctionType) and not self._defining and not _closes_over_values(obj):
+        is_function = isinstance(obj, types.FunctionType) and not self._defining
+        if is_function and not any(gc.get_referents(cell) for cell in obj.__closure__ or ()):
             names = set(_ids._extract_code_globals(obj.__code__)) & obj.__globals__.keys()
             made = obj.__name__, obj.__defaults__, obj.__kwdefaults__
             return _find_function, (obj.__module__, obj.__qualname__, obj.__code__, names, *made)
@@ -73,10 +74,6 @@ class _StatePickler(Pickler):
             if not self._defining:  # else it may lack the definition of a class around it
                 _definitions[kind] = found
         return found
-
-
-def _closes_over_values(function: types.FunctionType) -> bool:
-    return any(gc.get_referents(cell) for cell in function.__closure__ or ())
 
 
 # --- Where a state is unpickled ---------------------------------------------------------------------------
