@@ -25,6 +25,7 @@ from benchmarks.measure import measure, rate_of
 from benchmarks.peers import gymnasium_async
 from benchmarks.starts import pss
 from benchmarks.systems import NUM_ACTIONS, Run, System, jaxvec_scan, scan
+from jaxvec._vector_env import pool_of
 
 FASTEST = partial(jaxvec_scan, transport="ffi", dispatch="native")
 CARTPOLES = LOADS["CartPole x 64"]
@@ -45,7 +46,7 @@ def memory() -> dict[str, float]:
         with jaxvec.make(CARTPOLES.env_fns(), num_workers=2) as envs:
             envs.reset(seed=0)
             found["jaxvec worker with 32 CartPoles"] = _mean_pss(
-                worker.pid for worker in envs.pool._workers.supervisor._processes
+                worker.pid for worker in pool_of(envs)._workers.supervisor._processes
             )
             found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(pss(p.pid) for p in bare)
         with gymnasium_async(replace(CARTPOLES, num_envs=2)):

@@ -27,6 +27,7 @@ from ray.cluster_utils import Cluster
 
 import jaxvec
 from benchmarks.__main__ import machine
+from jaxvec._vector_env import pool_of
 
 BATCHES = {"1 kB": 1 << 10, "100 kB": 100 << 10, "2 MB": 2 << 20}
 NUM_ENVS = 8
@@ -433,7 +434,7 @@ def recovery(rounds: int) -> Iterator[str]:
             ) as envs,
         ):
             envs.reset()
-            busy = {remote.place for remote in envs.pool._workers.supervisor._processes}
+            busy = {remote.place for remote in pool_of(envs)._workers.supervisor._processes}
             envs.step(np.zeros(8, int))
             victim = next(
                 node for node in nodes.worker_nodes if any(node.node_id[:12] in place for place in busy)

@@ -36,6 +36,7 @@ import psutil
 from gymnasium import spaces
 
 import jaxvec
+from jaxvec._vector_env import pool_of
 from jaxvec._workers import fork
 from jaxvec.testing import CountingEnv
 
@@ -369,7 +370,7 @@ def run(config, seconds, mean, deaths):
                 if config.backend == "hosts":
                     random.choice(hosts.processes).kill()
                     continue
-                workers = envs.pool._workers.supervisor._processes
+                workers = pool_of(envs)._workers.supervisor._processes
                 with suppress(ProcessLookupError):  # the worker has exited already
                     os.kill(random.choice(workers).pid, signal.SIGKILL)
 
@@ -543,7 +544,7 @@ def run_growth(minutes):
             assert rows.info["fault"].any()
             if rounds % 50:  # else the states of worker 1 are lost
                 handle, _ = jaxvec.restore(handle, states)
-            envs.pool.env_calls.infos(envs.pool.all)
+            pool_of(envs).env_calls.infos(pool_of(envs).all)
             envs.get_attr("steps")
             if time.monotonic() - start >= 60 * minutes * lines / 12:
                 lines += 1

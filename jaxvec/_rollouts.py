@@ -46,7 +46,7 @@ from jaxvec._errors import (
 from jaxvec._ray import cluster, nodes
 from jaxvec._remote.wire import versions
 from jaxvec._util import dumps
-from jaxvec._vector_env import VectorEnv
+from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec._workers.worker import pickle_given
 from jaxvec.callbacks._functions import reset, restore, save
 from jaxvec.callbacks._make import make
@@ -146,7 +146,7 @@ class RolloutActor:
             self._fold_in = jax.jit(jax.random.fold_in)  # takes a tenth of the time of separate operations
             self._params: Any = None
             self._version = -1
-            self._total = self._envs.pool.stats(processes=False).total
+            self._total = pool_of(self._envs).stats(processes=False).total
         except Exception as error:
             return _pack_error(error)
         return None
@@ -178,7 +178,7 @@ class RolloutActor:
         )
         structure, leaves = pack(trajectory)
         snapshot = self._snapshot()
-        before, self._total = self._total, envs.pool.stats(processes=False).total
+        before, self._total = self._total, pool_of(envs).stats(processes=False).total
         counts = self._total.steps - before.steps, self._total.restarts - before.restarts
         return PackedRollout(structure, leaves, *counts, self._number, index, self._version, snapshot)
 

@@ -95,11 +95,6 @@ class VectorEnv:
         weakref.finalize(self, pool.finalizer.close)
 
     @property
-    def pool(self) -> Pool:
-        """The underlying pool, for jaxvec's own compatibility APIs."""
-        return self._pool
-
-    @property
     def closed(self) -> bool:
         """True after `close`.
 
@@ -661,3 +656,8 @@ def _check_at_least(at_least: Any, num_envs: int) -> int:
     if not 1 <= count <= num_envs:
         raise ValueError(f"at_least must be an integer from 1 to num_envs ({num_envs}), not {at_least!r}")
     return count
+
+
+def pool_of(envs: VectorEnv) -> Pool:
+    """Returns the pool of a `VectorEnv`, for jaxvec's own modules."""
+    return envs._pool  # pyright: ignore[reportPrivateUsage]

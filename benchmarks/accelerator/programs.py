@@ -21,6 +21,7 @@ import numpy as np
 from gymnasium import spaces
 
 import jaxvec
+from jaxvec._vector_env import pool_of
 
 NUM_ENVS = 4
 FAILS, HANGS = 99, 98  # actions of `ScriptedEnv`
@@ -115,7 +116,7 @@ def page_locked() -> bool:
     """Returns whether the segment is page-locked after a reset inside a jitted program."""
     with make() as envs:
         jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs))())
-        return envs.pool.finalizer.pinned is not None
+        return pool_of(envs).finalizer.pinned is not None
 
 
 def returns() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxvec._errors import PoolClosedError, SpaceMismatchError
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import TimeStep
-from jaxvec._vector_env import VectorEnv
+from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions
 from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._make import make
@@ -72,7 +72,7 @@ class EnvFamily:
         self._pools = {1: self.first}  # grows under `_starting`; other threads read copies
         self._starting = threading.Lock()  # held while a pool starts; `close` does not take it
         self.closed: bool = False
-        registry.publish_family(self.first.pool.id, self.pool)
+        registry.publish_family(pool_of(self.first).id, self.pool)
 
     @property
     def pools(self) -> Mapping[int, VectorEnv]:
@@ -98,7 +98,7 @@ class EnvFamily:
                 if self.closed:  # by another thread, while the pool started
                     envs.close()
                     self._check_open()
-        return self._pools[num_envs].pool
+        return pool_of(self._pools[num_envs])
 
     def reset(self, seed: Any, *, options: dict[str, Any] | None = None) -> tuple[Handle, TimeStep]:
         """Resets one env, or under `vmap`, however nested, one env per instance with a single dispatch.
@@ -137,7 +137,7 @@ class EnvFamily:
         stack.__exit__(kind, error, trace)
 
     def _check_open(self) -> None:
-        process = self.first.pool.finalizer.process
+        process = pool_of(self.first).finalizer.process
         if os.getpid() != process:
             raise PoolClosedError(
                 f"the env belongs to process {process}, and this process is a fork of it; make a new env"

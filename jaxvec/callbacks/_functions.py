@@ -16,7 +16,7 @@ from jaxvec._arguments import check_ids
 from jaxvec._dispatch.move import Verb
 from jaxvec._spec import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
-from jaxvec._vector_env import VectorEnv
+from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _primitive
 from jaxvec.callbacks._call import (
     Call,
@@ -453,7 +453,7 @@ def fresh_handle(envs: VectorEnv, num_envs: int) -> Handle:
     """Returns a handle for a call that does not follow an earlier one."""
     # The pool fills in the generations at run time, as a compiled reset may run any number of times.
     token: Any = np.zeros((num_envs, 3), np.uint32)
-    token[:, 0], token[:, 1] = envs.pool.id, np.arange(num_envs)
+    token[:, 0], token[:, 1] = pool_of(envs).id, np.arange(num_envs)
     return Handle(token, envs.spec, _primitive.choose_transport(envs.transport))
 
 

@@ -34,7 +34,7 @@ from jaxvec._envs import constructors, foreign_env
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
-from jaxvec._vector_env import VectorEnv
+from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _primitive
 
 
@@ -66,7 +66,7 @@ class Placement:
         except ValueError as error:
             raise ValueError(f"device: cannot shard time steps of {envs.batch_size} envs: {error}") from error
         if self._platform == "gpu":
-            envs.pool.pin()
+            pool_of(envs).pin()
 
     def __call__(self, rows: Rows) -> Sequence[jax.Array]:
         """Returns copies of the arrays on the devices, which later steps do not change."""

@@ -31,7 +31,7 @@ from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
 from jaxvec._spec import PoolSpec, TimeStep
 from jaxvec._util import install_command
-from jaxvec._vector_env import VectorEnv
+from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions
 from jaxvec.callbacks._call import Handle, token_of
 from jaxvec.compat import _atari
@@ -155,7 +155,7 @@ class EnvPool(ABC):
         self.is_vector_env = True
         self.metadata: dict[str, Any] = vector_env.metadata
         self.render_mode: str | None = vector_env.render_mode
-        self._pool = vector_env.pool
+        self._pool = pool_of(vector_env)
         self._seeds = self._expand(seed)  # of each env's next reset, `NO_SEED` after its first one
         self._reset_options = reset_options
         self._sent: list[int] = []  # pending envs in the order of `send`; unused in an asynchronous pool
@@ -320,7 +320,7 @@ class EnvPool(ABC):
                 after, timestep = _step_some(before, action, jnp.atleast_1d(env_id))
             return after.token, convert(timestep)
 
-        return jnp.asarray(token_of(envs.pool, envs.pool.move_all(Verb.RECV))), recv, send, step
+        return jnp.asarray(token_of(pool_of(envs), pool_of(envs).move_all(Verb.RECV))), recv, send, step
 
     def render(self, env_ids: Any = 0) -> NDArray[Any]:
         """Returns the frames, `[k, height, width, 3]`, of one or more envs.
@@ -443,7 +443,7 @@ class Task:
         threshold, limit = None, None
         if isinstance(self.env, str | registration.EnvSpec):
             # The env's own spec contains the arguments of `gymnasium.make`, for example the time limit.
-            (spec,) = envs.pool.env_calls.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
+            (spec,) = pool_of(envs).env_calls.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
         return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or NO_LIMIT}
 
@@ -640,50 +640,9 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
         raise
 
 
-def make_gymnasium(task_id: TaskId, **kwargs: Any) -> GymnasiumEnvPool:
-    """Starts a pool with Gymnasium's results; see `make`.
-
-    Example:
-        ```python
-        from jaxvec.compat import envpool
-
-        with envpool.make_gymnasium("CartPole-v1", num_envs=2) as envs:
-            obs, info = envs.reset()
-            print(obs.shape)  # (2, 4)
-        ```
-    """
-    return make(task_id, "gymnasium", **kwargs)
-
-
-def make_gym(task_id: TaskId, **kwargs: Any) -> GymEnvPool:
-    """Starts a pool with old Gym's results; see `make`.
-
-    Example:
-        ```python
-        from jaxvec.compat import envpool
-
-        with envpool.make_gym("CartPole-v1", num_envs=2) as envs:
-            obs = envs.reset()
-            obs, reward, done, info = envs.step(np.array([0, 1]))
-            print(done)  # [False False]
-        ```
-    """
-    return make(task_id, "gym", **kwargs)
-
-
-def make_dm(task_id: TaskId, **kwargs: Any) -> DMEnvPool:
-    """Starts a pool with dm_env's results; see `make`.
-
-    Example:
-        ```python
-        from jaxvec.compat import envpool
-
-        with envpool.make_dm("CartPole-v1", num_envs=2) as envs:
-            timestep = envs.reset()
-            print(timestep.observation.obs.shape, timestep.discount)  # (2, 4) [1. 1.]
-        ```
-    """
-    return make(task_id, "dm", **kwargs)
+make_gymnasium: Callable[..., GymnasiumEnvPool] = partial(make, env_type="gymnasium")
+make_gym: Callable[..., GymEnvPool] = partial(make, env_type="gym")
+make_dm: Callable[..., DMEnvPool] = partial(make, env_type="dm")
 
 
 def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:

@@ -41,6 +41,7 @@ from jaxvec._errors import (
 from jaxvec._memory.segment import Rows, copies, views
 from jaxvec._spec import Autoreset, Leaf, Node, as_is, fold_space, map_leaves, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
+from jaxvec._vector_env import pool_of
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]
 
@@ -212,7 +213,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     ) -> tuple[Any, ...]:
         if name in _NOT_CALLABLE:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
-        pool = self.pool.pool
+        pool = pool_of(self.pool)
         each = [args] * self.num_envs
         return tuple(pool.env_calls.call(pool.move_all(Verb.CALL), name, each, kwargs, on_started=on_started))
 
@@ -228,13 +229,13 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             options = dict(options)
             mask = _check_mask(options.pop("reset_mask"), self.num_envs)
         seeds = expand_seeds(seed, self.num_envs)
-        pool = self.pool.pool
+        pool = pool_of(self.pool)
         pool.reset_async(pool.move_all(Verb.RESET, Caller.HOST), seeds=seeds, mask=mask, options=options)
         return mask
 
     def _step(self, actions: Any) -> Rows:
         """Steps all envs in one pool operation, which is faster than a send and a receive."""
-        pool, deliver = self.pool.pool, copies if self.copy else views
+        pool, deliver = pool_of(self.pool), copies if self.copy else views
         batch, as_objects = self._check_actions(actions)
         if not as_objects:
             return pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=deliver)
@@ -253,7 +254,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             return each, True
 
     def _recv(self, timeout: float | None = None) -> Rows:
-        pool, deliver = self.pool.pool, copies if self.copy else views
+        pool, deliver = pool_of(self.pool), copies if self.copy else views
         move = pool.move_all(Verb.RECV, Caller.HOST)
         return pool.recv(move, deliver=deliver, timeout=timeout, wait_for_all=True)
 
@@ -281,7 +282,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self._observations(obs), *scalars, self._batch(infos, info)
 
     def _infos(self) -> list[dict[str, Any]]:
-        return self.pool.pool.env_calls.known_infos() or list(self.pool.infos())
+        return pool_of(self.pool).env_calls.known_infos() or list(self.pool.infos())
 
     def _batch(self, infos: Sequence[dict[str, Any]], pool_info: dict[str, Any]) -> dict[str, Any]:
         """Batches infos as Gymnasium does. Adds `idle`, `[num_envs]` bool, for episodic envs."""
@@ -544,7 +545,7 @@ class AsyncVectorEnv(PooledVectorEnv):
         """Starts a step with a batch of the batched action space. Raises the errors of `reset_async`."""
         self._check_can_start("step_async")
         with as_gymnasium(type(self).__name__):
-            pool = self.pool.pool
+            pool = pool_of(self.pool)
             batch, as_objects = self._check_actions(actions)
             pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_objects=as_objects)
         self._state = AsyncState.WAITING_STEP

@@ -27,7 +27,7 @@ from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._memory.segment import Rows
 from jaxvec._spec import Leaf, Node, PoolSpec, builder, leaves, map_leaves
-from jaxvec._vector_env import VectorEnv
+from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
 from jaxvec.compat.gymnasium import start_pool
 
@@ -84,7 +84,7 @@ class _PooledVecEnv(_VecEnv):
             Exception: an env's own exception. The pool is broken afterwards.
             JaxvecError: an env returned wrong data, a worker died, or the pool is broken or closed.
         """
-        pool = self.pool.pool
+        pool = pool_of(self.pool)
         options = [one or None for one in self._options]
         with _AS_RAISED:
             seeds = expand_seeds(self._seeds, self.num_envs)
@@ -98,7 +98,7 @@ class _PooledVecEnv(_VecEnv):
 
     def step(self, actions: Any) -> Result:
         """Steps all envs. This is faster than `step_async` and `step_wait`."""
-        pool = self.pool.pool
+        pool = pool_of(self.pool)
         batch, as_objects = _check_actions(pool.spec, actions)
         if as_objects:
             _PooledVecEnv.step_async(self, batch)  # not `self.`: `DummyVecEnv` defers to `step`
@@ -117,7 +117,7 @@ class _PooledVecEnv(_VecEnv):
             PendingEnvError: a step is already pending.
             JaxvecError: the pool is broken or closed.
         """
-        pool = self.pool.pool
+        pool = pool_of(self.pool)
         batch, as_objects = _check_actions(pool.spec, actions)
         move = pool.move_all(Verb.SEND, Caller.HOST)
         with _AS_RAISED:
@@ -136,7 +136,7 @@ class _PooledVecEnv(_VecEnv):
             PendingEnvError: no step is pending.
             Exception: see `reset`.
         """
-        pool = self.pool.pool
+        pool = pool_of(self.pool)
         with _AS_RAISED:
             return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST)))
 
@@ -176,7 +176,7 @@ class _PooledVecEnv(_VecEnv):
             return [result for (result,) in calls]
         move, args = Move(Verb.CALL, np.array(places)), [method_args] * len(places)
         with _AS_RAISED:
-            return self.pool.pool.env_calls.call(move, method_name, args, method_kwargs)
+            return pool_of(self.pool).env_calls.call(move, method_name, args, method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
         return self.env_method(IS_WRAPPED, wrapper_class, indices=indices)
@@ -207,7 +207,7 @@ class _PooledVecEnv(_VecEnv):
 
     def _infos(self) -> list[dict[str, Any]]:
         """Returns each env's last info. The caller may modify the dicts."""
-        return self.pool.pool.env_calls.known_infos() or self._ask_infos()
+        return pool_of(self.pool).env_calls.known_infos() or self._ask_infos()
 
     def _ask_infos(self) -> list[dict[str, Any]]:
         return list(self.pool.infos())

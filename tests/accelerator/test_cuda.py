@@ -21,6 +21,7 @@ from jaxvec import _native
 from jaxvec._dispatch.move import Verb
 from jaxvec._native.native_engine import CEngine
 from jaxvec._pool import pool as _pool
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _call, _ffi
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -228,7 +229,7 @@ def test_the_token_comes_after_all_rows(driver, pool):
     token, rows = gpu.reset(seed=0)
     for _ in range(4):  # the first is Python's, the fourth ends episodes
         copies = 0
-        while not (token[:, 0] == envs.pool.id).all():
+        while not (token[:, 0] == pool_of(envs).id).all():
             assert driver.advance(gpu.stream) >= 0
             copies += 1
             assert copies < 100

@@ -16,6 +16,7 @@ from test_cuda import ImageEnv, RaisingEnv, page_locking, pool  # noqa: F401
 
 import jaxvec
 from jaxvec import _native
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _ffi, _primitive
 from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv
@@ -148,7 +149,7 @@ def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(driver, request,
     request.getfixturevalue("cpu_as_cuda")
     envs, ours = run(make, env, program)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    assert envs.pool.finalizer.pinned is not None
+    assert pool_of(envs).finalizer.pinned is not None
     assert driver.take_calls().count("cuStreamSynchronize") >= 3  # reset and steps
 
 
@@ -213,7 +214,7 @@ def test_programs_on_a_gpu_are_those_of_the_cpu(make, env, transport, program):
             envs, outcome = run(make, env, program, transport)
             outcomes.append(outcome)
             if platform == "cuda" and transport == "ffi":
-                assert envs.pool.finalizer.pinned is not None
+                assert pool_of(envs).finalizer.pinned is not None
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 

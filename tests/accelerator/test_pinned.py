@@ -14,6 +14,7 @@ from support.fake_cuda import OUT_OF_MEMORY, Gpu
 
 import jaxvec
 from jaxvec._memory import pinned as _pinned
+from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
 
@@ -87,7 +88,7 @@ def test_the_first_call_may_be_a_step(driver, make):
     envs = make(CountingEnv, 2)
     envs.reset()
     probe.engine(envs).generation[:] = 1
-    token = np.array([[envs.pool.id, slot, 1] for slot in range(2)], np.uint32)
+    token = np.array([[pool_of(envs).id, slot, 1] for slot in range(2)], np.uint32)
     Gpu(driver, envs).step(token, np.zeros(2, int))
     assert driver.registered == 1
 

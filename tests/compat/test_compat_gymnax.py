@@ -17,6 +17,7 @@ from gymnasium import spaces
 from support import probe
 
 import jaxvec
+from jaxvec._vector_env import pool_of
 from jaxvec.compat import _spaces
 from jaxvec.compat import gymnax as face
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -366,7 +367,7 @@ def test_a_pool_that_starts_while_the_env_is_closed_is_closed_too(make):
 def test_an_env_that_is_garbage_closes_its_pools():
     env, _ = face.make(CountingEnv)
     _, state = reset(env, jax.random.split(KEY, 2))
-    closings = [pool.pool.finalizer for pool in env.pools.values()]
+    closings = [pool_of(pool).finalizer for pool in env.pools.values()]
     other = face.make(CountingEnv)[0]
     del env
     gc.collect()

@@ -31,6 +31,7 @@ from support.scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
 from jaxvec._dispatch import dispatch
+from jaxvec._vector_env import pool_of
 from jaxvec._workers import fork, supervisor
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
@@ -119,7 +120,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
                 self.envs.recv()
 
     dropped = Dropped()
-    closing = dropped.envs.pool.finalizer  # without the error, whose frames hold the envs
+    closing = pool_of(dropped.envs).finalizer  # without the error, whose frames hold the envs
     try:
         state(dropped)
         within(partial(delattr, dropped, "envs"))

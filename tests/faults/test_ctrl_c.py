@@ -20,6 +20,7 @@ from support.scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
 from jaxvec._pool import pool as _pool
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -86,6 +87,7 @@ def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, wi
     then = f"""
 import jax, jax.numpy as jnp
 from jaxvec._native import interrupts
+from jaxvec._vector_env import pool_of
 from jaxvec._workers.process import ProcessWorkers
 def wait(self, slots, count, limits, wait=ProcessWorkers.wait):
     while {at_once} and limits.name == "step" and not interrupts.count():
@@ -106,7 +108,7 @@ try:
     jax.block_until_ready(program(jaxvec.reset(envs)[0], jnp.ones(({width}, {width}))))
 except (RuntimeError, KeyboardInterrupt) as error:
     # In one piece: another env may say "stepping" meanwhile.
-    broken_by = type(envs.pool.state.broken_by).__name__
+    broken_by = type(pool_of(envs).state.broken_by).__name__
     print(f"{{'KeyboardInterrupt' in repr(error)}} {{broken_by}}", flush=True)
 try:
     envs.step(np.zeros(2, int))
@@ -272,7 +274,7 @@ def test_ctrl_c_before_wait_leaves_no_untracked_env(drive, way, verb):
             driver.reset()
         driver.workers[0].suspend()  # what was handed over is under way for as long as we look
         where = interrupt_at(n, getattr(driver, verb))
-        pool = driver.envs.pool
+        pool = pool_of(driver.envs)
         if where == "check_wait" or (pool.state.broken_by is None and probe.pending_envs(pool).num_sent[0]):
             break  # it is in the wait, or between two calls, with envs in flight
         driver.workers[0].resume()
@@ -359,9 +361,8 @@ def test_interrupted_notebook_cell_raises_once_and_the_kernel_lives(way, kernel,
     _, errors = finish_cell(client, cell)
     assert len(errors) == 1
     assert "KeyboardInterrupt" in errors[0][0] + errors[0][1]
-    printed, errors = run_cell(
-        client, "driver.close(); print(type(driver.envs.pool.state.broken_by).__name__)"
-    )
+    show = "print(type(pool_of(driver.envs).state.broken_by).__name__)"
+    printed, errors = run_cell(client, f"from jaxvec._vector_env import pool_of; driver.close(); {show}")
     assert not errors, errors
     assert printed in ("KeyboardInterrupt\n", "NoneType\n")  # between two calls, it breaks nothing
     assert gone(pids)
@@ -476,7 +477,7 @@ def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatc
             if len(lines) < line:
                 break
             assert "Stopped" in str(error), lines
-            assert isinstance(envs.pool.state.take_error(), Stopped), lines
+            assert isinstance(pool_of(envs).state.take_error(), Stopped), lines
             expected = Stopped if verb is jaxvec.step else None | Stopped
-            assert isinstance(envs.pool.state.broken_by, expected), lines
+            assert isinstance(pool_of(envs).state.broken_by, expected), lines
     assert line > 50

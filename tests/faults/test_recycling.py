@@ -25,6 +25,7 @@ from support.recycling import (
 from support.state_game import Walk
 
 import jaxvec
+from jaxvec._vector_env import pool_of
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
@@ -104,7 +105,7 @@ def test_recycling_keeps_saved_states_infos_and_attributes():
                 if step == 30:
                     rows.append(envs.restore(states))
                 rows.append(envs.step(action))
-                rows.append([envs.pool.env_calls.infos(envs.pool.all)])
+                rows.append([pool_of(envs).env_calls.infos(pool_of(envs).all)])
                 if step >= 8:
                     rows.append(envs.get_attr("mark") if step < 30 else [])
             _, simulated = envs.simulate(states, actions()[0])

@@ -37,6 +37,7 @@ from test_restarts import (  # noqa: F401
 
 import jaxvec
 from jaxvec import _config
+from jaxvec._vector_env import pool_of
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
@@ -142,7 +143,7 @@ def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, dispatch, e
     kind = jaxvec.WorkerDiedError if end == "kill" else jaxvec.EnvTimeoutError
     with pytest.raises(kind):
         envs.call("end", end)
-    assert envs.pool.state.broken_by is None
+    assert pool_of(envs).state.broken_by is None
     assert envs.call("end", "") == (None, None)
     assert envs.step([1, 1]).info["fault"].all()
     assert not envs.step([1, 1]).info["fault"].any()

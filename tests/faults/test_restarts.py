@@ -18,6 +18,7 @@ from support.scripts import workers
 
 import jaxvec
 from jaxvec import _native
+from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
 FREE = jaxvec.Restart(max_restarts=None, rate=None)
@@ -126,7 +127,7 @@ def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, dispat
     assert envs.stats().total.faults == hit.sum()
     assert envs.stats().total.restarts == 1
     assert envs.stats().total.steps == 6 * 4 - hit.sum()
-    assert envs.pool.state.broken_by is None
+    assert pool_of(envs).state.broken_by is None
 
 
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL", "hang"])
@@ -171,7 +172,7 @@ def test_a_first_ready_pool_goes_on(make, dispatch, face, fault):
     assert all((np.asarray(t.info["fault"]) == np.asarray(t.truncated)).all() for t in seen)
     # The last two that were sent may not be done.
     assert 49 * 2 - faults <= envs.stats().total.steps <= 50 * 2 - faults
-    assert envs.pool.state.broken_by is None
+    assert pool_of(envs).state.broken_by is None
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])

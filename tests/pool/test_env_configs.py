@@ -19,6 +19,7 @@ from support import disasters, probe
 
 import jaxvec
 from jaxvec import _config
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _make
 from jaxvec.testing import CountingEnv
 
@@ -398,7 +399,7 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     assert envs.infos([4, 2]) == ({"said": 3}, {"final_info": {}})
     assert envs.infos([0, 2]) == ({}, {"final_info": {}})
     assert asked == [[1, 4], [4]]
-    assert envs.pool.env_calls.known_infos() is None
+    assert pool_of(envs).env_calls.known_infos() is None
     envs.step([7, 9, 10, 8, 0])
     assert envs.infos() == (
         {"final_info": {"said": 7}},
@@ -409,7 +410,7 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     )
     assert asked[2:] == [[0, 1, 2]]
     envs.step([2, 8, 2, 8, 2])
-    assert envs.pool.env_calls.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
+    assert pool_of(envs).env_calls.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
     assert asked[3:] == []
 
 

@@ -15,6 +15,7 @@ from support import probe
 from support.disasters import PATIENCE, GatedEnv, unfinished, wait_until, within
 
 import jaxvec
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -456,7 +457,7 @@ def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport
     handle = jaxvec.send(handle, jnp.zeros(4, int))
     _, timestep = jaxvec.recv(handle)
     assert (timestep.obs[:, 1] <= 2).all()
-    assert envs.pool.state.broken_by is None
+    assert pool_of(envs).state.broken_by is None
 
 
 def test_a_handle_in_another_order_is_the_same_handle(make, transport):

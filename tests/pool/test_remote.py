@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxvec
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -165,7 +166,7 @@ def test_a_failed_call_is_an_error_and_the_pool_stays_usable(envs, jit, case):
     if not isinstance(caught.value, error):
         with pytest.raises(error, match=f"(?s){match}"):
             envs.raise_if_failed()
-    assert envs.pool.state.broken_by is None
+    assert pool_of(envs).state.broken_by is None
     handle = handle if error is jaxvec.EnvError else jaxvec.reset(envs)[0]
     jaxvec.step(handle, jnp.zeros(4, int))
 

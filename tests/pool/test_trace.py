@@ -22,6 +22,7 @@ from support.disasters import failing, in_two_ways, wait_until, wait_until_dead
 import jaxvec
 from jaxvec import _native, _tracing
 from jaxvec._tracing import Record, Span
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -290,7 +291,7 @@ def test_a_record_is_not_lost_to_whoever_asks_again(make, options):
     fn = (lambda: SyncVectorEnv([CountingEnv] * 2)) if options else CountingEnv
     envs = make(fn, 2, backend="serial", **options)
     envs.reset(seed=0)
-    envs.pool.start_trace(100)
+    pool_of(envs).start_trace(100)
     envs.step([0, 0])
     first = probe.local_slice(envs).stop_trace()
     envs.step([0, 0])

@@ -24,6 +24,7 @@ from jaxvec import _native
 from jaxvec._dispatch.engine import Engine
 from jaxvec._dispatch.move import Verb
 from jaxvec._pool import pool
+from jaxvec._vector_env import pool_of
 from jaxvec._workers import base
 from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -332,7 +333,7 @@ def test_a_programs_error_is_nobodys_once_it_was_taken(make):
     step(handle, [0])
     with pytest.raises(jax.errors.JaxRuntimeError, match="StaleHandleError"):
         jax.block_until_ready(step(handle, [0]))
-    error = weakref.ref(envs.pool.state.take_error())
+    error = weakref.ref(pool_of(envs).state.take_error())
     gc.collect()
     assert error() is None
 

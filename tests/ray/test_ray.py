@@ -37,6 +37,7 @@ import jaxvec
 from jaxvec._ray import cluster as _cluster
 from jaxvec._remote import link as _link
 from jaxvec._remote import wire
+from jaxvec._vector_env import pool_of
 from jaxvec._workers import fork
 from jaxvec.spaces import pad
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -367,9 +368,9 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
         """Returns when envs were stepped, by the trace, since it began."""
         envs.reset()
         began = time.monotonic_ns()
-        envs.pool.start_trace(100)
+        pool_of(envs).start_trace(100)
         envs.step(np.zeros(4, int))
-        _, workers = envs.pool.stop_trace()
+        _, workers = pool_of(envs).stop_trace()
         found = [span.began - began for record in workers for span in record.spans if "step" in span.what]
         assert len(found) == 4
         return np.array(found)

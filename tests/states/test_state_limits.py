@@ -21,6 +21,7 @@ from test_states import ACTIONS, counting, equal, pool  # noqa: F401
 
 import jaxvec
 from jaxvec._envs.env_states import unpack
+from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
 # --- bounds and failures ----------------------------------------------------------------------
@@ -69,7 +70,7 @@ def test_a_pool_without_states_says_what_to_write(make):
     with pytest.raises(ValueError, match="keeps 0; make it with states=2 or more"):
         envs.save()
     with pytest.raises(ValueError, match="make it with states="):
-        envs.restore(jaxvec.EnvState(np.full((2, 3), envs.pool.id, np.uint32)))
+        envs.restore(jaxvec.EnvState(np.full((2, 3), pool_of(envs).id, np.uint32)))
 
 
 @pytest.mark.parametrize(

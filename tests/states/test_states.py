@@ -22,6 +22,7 @@ from support.state_game import (
 
 import jaxvec
 from jaxvec import _native
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -129,7 +130,7 @@ def test_under_vmap_each_instance_has_states_of_its_own(pool):
     handle, simulated, timestep, restored = program(split(handle), split(state), ACTIONS[0].reshape(2, 2))
     equal(simulated[1], timestep)
     equal(restored, timestep)
-    equal(join(envs.save().ids.reshape(2, 2, 3))[:, 0], [envs.pool.id] * 4)
+    equal(join(envs.save().ids.reshape(2, 2, 3))[:, 0], [pool_of(envs).id] * 4)
 
 
 def _halves(x):

@@ -27,6 +27,7 @@ from support import probe
 
 import jaxvec
 from jaxvec import _native
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -225,7 +226,7 @@ def assert_broken(driver: Driver, cause: BaseException) -> None:
     with pytest.raises(type(cause)) as first:
         envs.raise_if_failed()
     assert first.value is cause
-    assert envs.pool.state.broken_by is cause
+    assert pool_of(envs).state.broken_by is cause
     assert "broken" in repr(envs)
     assert_closes(driver)
 

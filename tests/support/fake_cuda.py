@@ -16,6 +16,7 @@ import pytest
 from jaxvec import _native
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory import pinned
+from jaxvec._vector_env import pool_of
 from jaxvec.callbacks import _call, _ffi
 from jaxvec.callbacks._packing import Packing
 
@@ -111,7 +112,7 @@ class Gpu:
         """Returns the token and the rows, neither of which may be there yet."""
         n = self.envs.num_envs
         token = np.zeros((n, 3), np.uint32)
-        token[:, 0], token[:, 1] = self.envs.pool.id, np.arange(n)
+        token[:, 0], token[:, 1] = pool_of(self.envs).id, np.arange(n)
         seeds = (seed + np.arange(n)).astype("<i8").view("<u4").reshape(n, 2)
         extra = cloudpickle.dumps((None, False))  # no options, no mask
         return self.call(Verb.RESET, [token, seeds, np.ones(n, np.bool_)], fresh=True, extra=extra)

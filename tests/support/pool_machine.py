@@ -29,6 +29,7 @@ from support.disasters import wait_until_dead
 
 import jaxvec
 from jaxvec._memory.segment import split_evenly
+from jaxvec._vector_env import pool_of
 
 LENGTH = 3  # steps of an episode
 
@@ -550,7 +551,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_whole(self):
         if self.envs is not None and not self.closed:
-            assert self.envs.pool.state.broken_by is None
+            assert pool_of(self.envs).state.broken_by is None
             delivered = sum(worker.faults for worker in self.workers)
             under_way = sum(row.fault for row in self.sent.values())
             assert self.envs.stats().total.faults >= delivered - under_way

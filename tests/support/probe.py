@@ -13,11 +13,12 @@ import psutil
 import jaxvec
 from jaxvec._dispatch.engine import Engine, PendingEnvs
 from jaxvec._pool.pool import Pool
+from jaxvec._vector_env import pool_of
 from jaxvec._workers.supervisor import Supervisor
 
 
 def _pool(envs: jaxvec.VectorEnv | Pool) -> Pool:
-    return envs if isinstance(envs, Pool) else envs.pool
+    return envs if isinstance(envs, Pool) else pool_of(envs)
 
 
 # --- The pool -------------------------------------------------------------------------------------------
