@@ -34,7 +34,7 @@ _ENVS = "CartPole-v1", "minigrid:MiniGrid-DoorKey-8x8-v0", "HalfCheetah-v5", "al
 
 _SYSTEMS = "deepcopy", "restore", "simulate"
 _STATES = 64
-_STEPS = 4  # levels of the tree in one turn of a system
+_STEPS = 32  # levels of the search that one turn of a system makes
 
 Turn: TypeAlias = Callable[[], None]  # makes `_STEPS` levels
 
