@@ -300,9 +300,11 @@ class MaxSizes:
                 return (size.size, True) if isinstance(size, Cut) else (size, False)
         size = self._default if own is None else own
         if size is None:
+            in_dict = path[0] == "obs" and len(path) > 1
             raise UnsupportedSpaceError(
                 f"{format_path(path)}: {type(space).__name__} has no maximum size; pass "
                 f"make(max_sizes={{{names[1] or names[0]!r}: n}})"
+                + (", or remove it by gymnasium.wrappers.FilterObservation" if in_dict else "")
             )
         return size, False
 
