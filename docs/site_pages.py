@@ -156,7 +156,9 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Makes the search prefer pages of the navigation; mkdocs calls this function."""
     if page.parent is None and not page.is_homepage:
-        page.meta.setdefault("search", {}).setdefault("boost", 0.5)
+        # The page "Example programs" comes before those of single programs.
+        boost = 0.1 if page.file.src_uri.startswith("programs/") else 0.5
+        page.meta.setdefault("search", {}).setdefault("boost", boost)
     return markdown
 
 
