@@ -190,10 +190,10 @@ def test_an_env_that_does_not_close_is_ended_by_force(drive):
 
 def test_a_stopped_fork_server_delays_close_only_once(make, monkeypatch):
     waits = []  # without an answer, in seconds
-    readable = fork._readable
+    wait = fork.wait
 
-    def record(descriptor, seconds):
-        answered = readable(descriptor, seconds)
+    def record(objects, seconds):
+        answered = wait(objects, seconds)
         if not answered:
             waits.append(seconds)
         return answered
@@ -201,7 +201,7 @@ def test_a_stopped_fork_server_delays_close_only_once(make, monkeypatch):
     envs = make(CountingEnv, 3, workers=jaxvec.Workers(num=3, start_method="forkserver"))
     envs.reset()
     stopped = psutil.Process().children(recursive=True)  # the server, too
-    monkeypatch.setattr(fork, "_readable", record)
+    monkeypatch.setattr(fork, "wait", record)
     try:
         for process in stopped:
             process.suspend()

@@ -144,6 +144,9 @@ def copied(state):
 def unfrozen():
     yield
     gc.unfreeze()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # graphs contain open files, which would fail a later test
 
 
 @settings(max_examples=50)
