@@ -362,15 +362,14 @@ def test_other_programs_refuse_options_that_do_not_fit(program, options, message
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", [impala, impala_ray])
-def test_v_trace_is_what_its_definition_says(program):
+def test_v_trace_is_what_its_definition_says():
     rng = np.random.default_rng(0)
     shape = 6, 2
     reward, value, next_value, log_ratio = rng.normal(size=(4, *shape)).astype(np.float32)
     terminated, truncated = np.zeros((2, *shape), bool)
     terminated[1, 0] = truncated[3, 0] = truncated[2, 1] = terminated[5, 1] = True
     done = terminated | truncated
-    config = program.Config(gamma=0.9, trace_decay=0.8)
+    config = impala.Config(gamma=0.9, trace_decay=0.8)
 
     weight = np.minimum(1, np.exp(log_ratio))
     future = 0.9 * np.where(terminated, 0, next_value)
@@ -389,13 +388,13 @@ def test_v_trace_is_what_its_definition_says(program):
 
     given = reward, terminated, done
     values = {"value": jnp.array(value), "next_value": jnp.array(next_value)}
-    target, advantage = program.v_trace(
+    target, advantage = impala.v_trace(
         config, *map(jnp.array, given), **values, log_ratio=jnp.array(log_ratio)
     )
     np.testing.assert_allclose(target, value + expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(advantage, advantages, rtol=1e-5, atol=1e-6)
     # With the weights that played, it is the generalised advantage.
-    target, advantage = program.v_trace(config, *map(jnp.array, given), **values, log_ratio=jnp.zeros(shape))
+    target, advantage = impala.v_trace(config, *map(jnp.array, given), **values, log_ratio=jnp.zeros(shape))
     recurrent = ppo_recurrent.Config(gamma=0.9, gae_lambda=0.8)
     scaled = SimpleNamespace(reward=reward / (1 - 0.9), terminated=terminated, done=done, **values)
     same = ppo_recurrent.advantages(recurrent, scaled)
