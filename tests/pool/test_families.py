@@ -311,13 +311,13 @@ def openspiel(game, **config):
 def test_states_of_openspiel(game):
     """Games of turns and of simultaneous moves, and with moves of chance."""
     for module in ("pyspiel", "shimmy", "pettingzoo"):
-        needs(module, "gallery")
+        needs(module, "families")
     assert_goes_on(partial(openspiel, game), num_steps=300, ends=0 if game == "backgammon" else 1)
 
 
 def test_states_of_openspiel_in_other_workers_and_files(make, tmp_path):
     for module in ("pyspiel", "shimmy", "pettingzoo"):
-        needs(module, "gallery")
+        needs(module, "families")
     env_fn = partial(openspiel, "leduc_poker", players=3)
     envs, other = (make(env_fn, 4, num_workers=2, states=8) for _ in range(2))
     handle, _ = jaxvec.reset(envs, seed=0)
