@@ -116,7 +116,7 @@ def talk(worker: stacks.Published, env_id: int) -> bool:
         settings = termios.tcgetattr(terminal)
         termios.tcsetwinsize(theirs, termios.tcgetwinsize(terminal))
         try:
-            worker.send(stacks.ATTACH, f"{env_id} {path}")
+            os.close(worker.send(stacks.ATTACH, f"{env_id} {path}"))
             print(f"waiting until env {env_id} runs Python code; Ctrl-C ends the command", file=sys.stderr)
             tty.setraw(terminal)
             with suppress(OSError):  # the worker closes the pseudo-terminal
@@ -136,5 +136,5 @@ def talk(worker: stacks.Published, env_id: int) -> bool:
         finally:
             termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
             with suppress(OSError):
-                worker.send(stacks.ATTACH)
+                os.close(worker.send(stacks.ATTACH))
     return os.path.exists(worker.memory)
