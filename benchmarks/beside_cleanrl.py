@@ -33,6 +33,13 @@ _RETURN = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+def command_of(program: str) -> list[str]:
+    """Returns the command line of a program of jaxvec, without options."""
+    if program == "ppo":
+        return [sys.executable, "-m", "jaxvec.examples.ppo"]
+    return [sys.executable, str(_EXAMPLES / f"{program}.py")]
+
+
 def read_jaxvec(line: str) -> Point | None:
     """Parses a line of progress of jaxvec's programs, or returns None for another line."""
     found = _PROGRESS.search(line)
@@ -123,14 +130,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     script = args.cleanrl.resolve() / "cleanrl" / f"{args.cleanrl_program}.py"
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(args.cleanrl.resolve())])
-    if args.program == "ppo":
-        jaxvec_command = [sys.executable, "-m", "jaxvec.examples.ppo"]
-    else:
-        jaxvec_command = [sys.executable, str(_EXAMPLES / f"{args.program}.py")]
+    jaxvec_command = [*command_of(args.program), *shlex.split(args.options)]
     cleanrl_command = [args.python, str(script), *shlex.split(args.cleanrl_options)]
     with tempfile.TemporaryDirectory() as folder:
         programs = {
-            args.program: Program([*jaxvec_command, *shlex.split(args.options)], folder, read_jaxvec),
+            args.program: Program(jaxvec_command, folder, read_jaxvec),
             f"cleanrl_{args.cleanrl_program}": Program(cleanrl_command, folder, cleanrl_reader()),
         }
         try:

@@ -14,7 +14,6 @@ import csv
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,9 +25,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from benchmarks import pictures
-from benchmarks.beside_cleanrl import cleanrl_reader
-
-_EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+from benchmarks.beside_cleanrl import cleanrl_reader, command_of
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,9 @@ TASKS = [
 
 def train(task: Task, seed: int, file: Path) -> None:
     """Trains with jaxvec's program, and writes env steps and mean returns of the last 100 episodes."""
-    where = ["-m", "jaxvec.examples.ppo"]
-    command = where if task.program == "ppo" else [str(_EXAMPLES / f"{task.program}.py")]
     options = f"--seed {seed} --total-steps {task.env_steps} --name run {task.options}"
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, *command, *shlex.split(options)], cwd=folder, check=True)
+        subprocess.run([*command_of(task.program), *shlex.split(options)], cwd=folder, check=True)
         with Path(folder, "runs", "run", "metrics.csv").open() as metrics:
             rows = [(row["env_steps"], row["episode_return"]) for row in csv.DictReader(metrics)]
     write(file, [(steps, mean) for steps, mean in rows if mean])
