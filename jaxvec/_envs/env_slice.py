@@ -21,6 +21,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Client
 from random import Random
 from time import monotonic_ns
 from typing import Any, cast
@@ -58,7 +59,7 @@ from jaxvec._envs.envs import (
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes, SavedEpisode
 from jaxvec._envs.flight import FlightRecorder
-from jaxvec._envs.guests import Guest, Host, call, connect, find_callable
+from jaxvec._envs.guests import Guest, Host, call, find_callable
 from jaxvec._envs.simulator import Simulator
 from jaxvec._envs.slice import Done, HandedOver, Slice, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
@@ -528,7 +529,7 @@ class EnvSlice(Slice):
         """Continues from the message of `hand_over`."""
         assert handed.data is not None
         slots, guests, kept, self._unverified, self._rows.given = pickle.loads(handed.data)
-        connection: Any = handed.host and connect(handed.host)
+        connection: Any = handed.host and Client(handed.host.name, "AF_UNIX", handed.host.key)
         for index, state in enumerate(slots):
             self._restore_slot(index, state, moved=True)
         for index in guests:

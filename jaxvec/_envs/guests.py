@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener
 from typing import Any, NamedTuple
 
 from jaxvec._envs.envs import Env, find_attr
@@ -24,9 +24,7 @@ from jaxvec._util import add_note, dumps
 
 
 class Address(NamedTuple):
-    """The place where a `Host` waits for the new process: a socket without a file, and a password."""
-
-    name: str
+    name: str  # of the socket at which a `Host` waits for the new process; it is no file
     key: bytes
 
 
@@ -39,7 +37,7 @@ class Guest:
         self._connection, self._index = connection, index
 
     def step(self, action: Any) -> Any:
-        return self.run(_step, action)
+        return self.run(_call_attr, "step", action)
 
     def close(self) -> None:
         """Ends the borrowing. The other process closes its envs after the last one."""
@@ -73,10 +71,6 @@ def _call_attr(env: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
-def connect(address: Address) -> Connection:
-    return Client(address.name, "AF_UNIX", address.key)
-
-
 class Host:
     """The other end of guests, by their index in the slice."""
 
@@ -104,10 +98,6 @@ class Host:
                     except BaseException as raised:
                         error = raised
                 connection.send_bytes(_pack(error, result))
-
-
-def _step(env: Any, action: Any) -> Any:
-    return env.step(action)
 
 
 def _pack(error: BaseException | None, result: Any) -> bytes:

@@ -118,7 +118,7 @@ class Pool:
 
     def close(self) -> None: ...
 
-# --- call.h, cuda.h, ffi.h, interrupts.h ---
+# --- call.h, cuda.h, ffi.h, interrupts.h, stacks.h ---
 
 FFI_VERSION: int
 FFI_CALL: Any  # capsules
@@ -170,6 +170,7 @@ def call_cuda(
 
 def watch_interrupts() -> None: ...
 def interrupts() -> int: ...
+def add_native_stack(signal: int, memory: int, /) -> bool: ...
 
 # --- stepper.cc, states.cc ---
 

@@ -2,7 +2,7 @@
 //
 //   py_dispatch.cc  Parent, Worker: the two ends of the dispatch (`dispatch.h`)
 //   py_pool.cc      Pool: the engine of a pool that compiled programs step without Python (pool.h)
-//   py_calls.cc     XLA's handlers, calls that Python answers, interrupts (ffi.h, call.h, cuda.h)
+//   py_calls.cc     XLA's handlers, calls that Python answers, signals (ffi.h, call.h, cuda.h)
 //   stepper.cc      the stepping loop and the writers of rows; states.cc: incremental snapshots of envs
 #define JAXVEC_IMPORTS_NUMPY
 #include "python.h"

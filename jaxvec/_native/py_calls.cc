@@ -1,4 +1,4 @@
-// XLA's handlers, packed calls, the calls that Python answers, and interrupts. callbacks/_ffi.py and
+// XLA's handlers, packed calls, the calls that Python answers, and signals. callbacks/_ffi.py and
 // callbacks/_io_callback.py have the Python half.
 #include <string>
 #include <vector>
@@ -8,6 +8,7 @@
 #include "ffi.h"
 #include "interrupts.h"
 #include "py_types.h"
+#include "stacks.h"
 
 namespace jaxvec {
 namespace {
@@ -188,7 +189,7 @@ PyObject* call_cuda(PyObject*, PyObject* args, PyObject* kwargs) {
   return PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace");
 }
 
-// --- Interrupts ---
+// --- Signals ---
 
 PyObject* watch(PyObject*, PyObject*) {
   watch_signals();
@@ -196,6 +197,12 @@ PyObject* watch(PyObject*, PyObject*) {
 }
 
 PyObject* count(PyObject*, PyObject*) { return PyLong_FromUnsignedLong(interrupts()); }
+
+PyObject* add_stack(PyObject*, PyObject* args) {
+  int signal, memory;
+  if (!PyArg_ParseTuple(args, "ii:add_native_stack", &signal, &memory)) return nullptr;
+  return PyBool_FromLong(add_native_stack(signal, memory));
+}
 
 PyMethodDef functions[] = {
     {"set_python", set_functions, METH_VARARGS, nullptr},
@@ -205,6 +212,7 @@ PyMethodDef functions[] = {
     {"call_cuda", AsMethod(call_cuda), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"watch_interrupts", watch, METH_NOARGS, nullptr},
     {"interrupts", count, METH_NOARGS, nullptr},
+    {"add_native_stack", add_stack, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -2,9 +2,10 @@
 
 A worker lets `faulthandler` write its stack into unnamed memory when it gets one of two real-time signals,
 which envs rarely use. Any process of the user can send the signal, and read the memory through /proc. After
-`DUMP`, the worker continues, and Python repeats an interrupted system call. `DUMP_AND_END` also ends it, so
-that no env continues that is about to be replaced. `ATTACH` requests a prompt (debugger.py): the memory then
-has the request.
+`DUMP`, to which stacks.cc adds the native stack, the worker continues, and Python repeats an interrupted
+system call. `DUMP_AND_END` also ends it, so that no env continues that is about to be replaced. `ATTACH`
+requests a prompt (debugger.py): the memory then has the request. The kernel delivers the signals to the main
+thread, which runs the envs, unless it blocks them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
+from jaxvec import _native
 from jaxvec._stats import family_of
 
 _IS_SUPPORTED = sys.platform == "linux"
 DUMP, DUMP_AND_END, ATTACH = (signal.SIGRTMAX - n if _IS_SUPPORTED else 0 for n in (8, 9, 10))
 _NAME = "/memfd:jaxvec stack "
 _TIMEOUT = 0.5  # seconds for a dump; a stopped process makes none
-_POLL_INTERVAL = 0.01  # seconds; a dump is complete if it does not grow for as long
+_POLL_INTERVAL = 0.01  # seconds; a dump without a native stack is complete if it does not grow for as long
+_END = "\0"
 _CURRENT = "Current thread"
 
 
@@ -39,9 +42,12 @@ def publish(worker: int, first: int, last: int, attach: Callable[[str, FrameType
     """
     if _IS_SUPPORTED:
         # The process keeps the descriptor.
-        memory = os.memfd_create(f"{_NAME.partition(':')[2]}{worker} {first} {last}")
+        ext = _native.ext
+        memory = os.memfd_create(f"{_NAME.partition(':')[2]}{worker} {first} {last} {ext is not None:d}")
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(DUMP, memory)
+        if ext is not None:
+            ext.add_native_stack(DUMP, memory)
         faulthandler.register(DUMP_AND_END, memory, chain=True)  # the default action ends the process
         signal.signal(ATTACH, lambda _, frame: attach(os.pread(memory, 99, 0).decode("latin-1"), frame))
 
@@ -54,6 +60,7 @@ class Published:
     worker: int
     first: int
     last: int
+    has_native: bool  # whether `DUMP` also writes a native stack, and `_END`
     memory: str  # path of its stack's memory
 
     def send(self, number: int, request: str = "") -> int:
@@ -69,18 +76,20 @@ class Published:
 
     def request_stack(self, number: int = DUMP) -> Callable[[], str]:
         """Sends the signal. Returns a function that waits for the stack, and returns "" if there is none."""
+        has_end = self.has_native and number == DUMP
         try:
             memory = self.send(number)
         except OSError:
             return lambda: ""
 
         def read() -> str:
-            deadline, text, before = time.monotonic() + _TIMEOUT, "", ""
-            while time.monotonic() < deadline and not (_CURRENT in text and text == before):
+            deadline, text, is_complete = time.monotonic() + _TIMEOUT, "", False
+            while time.monotonic() < deadline and not is_complete:
                 time.sleep(_POLL_INTERVAL)
                 before, text = text, os.pread(memory, 1 << 20, 0).decode(errors="replace")
+                is_complete = _END in text if has_end else _CURRENT in text and text == before
             os.close(memory)
-            return text
+            return text.rstrip(_END)
 
         return read
 
@@ -95,8 +104,8 @@ def find_all(program: int) -> Iterator[Published]:
                     inode := link.stat().st_ino
                 ) not in seen:
                     seen.add(inode)
-                    worker, first, last, *_ = map(int, name.removeprefix(_NAME).split()[:3])
-                    yield Published(pid, worker, first, last, str(link))
+                    worker, first, last, has_native, *_ = map(int, name.removeprefix(_NAME).split()[:4])
+                    yield Published(pid, worker, first, last, bool(has_native), str(link))
 
 
 def request_stack(pid: int | None, *, end: bool) -> Callable[[], str]:

@@ -560,7 +560,7 @@ def _show_stacks(pid: int, workers: Sequence[stacks.Published]) -> Outcome:
 def _add_attach_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("pid", type=int, metavar="PID", help="process id of the program, or of a worker")
     parser.add_argument("--env", type=int, metavar="N", help="the env, or with --stack that of the worker")
-    parser.add_argument("--stack", action="store_true", help="print the workers' Python stacks, and exit")
+    parser.add_argument("--stack", action="store_true", help="print the workers' stacks, and exit")
 
 
 _ATTACH = Command(
@@ -568,9 +568,9 @@ _ATTACH = Command(
     summary="open pdb in a worker of a running program, or print the stacks of workers",
     details="""\
 pdb stops where the env next runs its own Python code, and all timeouts stand still. Ctrl-C ends the command
-that pdb executes, or the wait; `quit` lets the env continue. --stack also shows workers that hang. Both
-interrupt a worker by a real-time signal, so C code may see EINTR. The exit code is 1 if the worker has ended,
-or does not answer.
+that pdb executes, or the wait; `quit` lets the env continue. --stack also shows workers that hang, with the
+native stack if the native library is there. Both interrupt a worker by a real-time signal, so C code may see
+EINTR. The exit code is 1 if the worker has ended, or does not answer.
 
 --stack --json prints {"schema": "jaxvec.attach/1", "pid": PID, "workers": [{…}]}; each worker has a "pid", a
 "worker" index, its first and last "envs", and a "stack".

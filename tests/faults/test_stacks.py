@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from support import probe
 from support.disasters import wait_until
 
 import jaxvec
+from jaxvec import _native
 from jaxvec._workers import stacks
 from jaxvec.cli import _main
 from jaxvec.testing import CountingEnv
@@ -96,6 +98,39 @@ def test_stack_command_shows_a_hanging_env_that_continues(make, tmp_path, capfd)
     assert capfd.readouterr().out.count("in look_for") == 2
     (tmp_path / "go").touch()
     assert envs.recv().reward.tolist() == [1.0] * 4
+
+
+@pytest.mark.skipif(_native.ext is None, reason="native stacks need the native library")
+def test_stack_command_shows_the_c_function_that_hangs(make, tmp_path, capfd):
+    os.mkfifo(pipe := tmp_path / "pipe")
+
+    class ReadingEnv(CountingEnv):
+        def step(self, action):
+            self.descriptor = os.open(pipe, os.O_RDWR)
+            self.read = ctypes.CDLL(None).read
+            self.byte = ctypes.create_string_buffer(1)
+            self.wait_in_c()
+            return super().step(action)
+
+        def wait_in_c(self):
+            self.read(self.descriptor, self.byte, 1)
+
+    envs = make(ReadingEnv, 1)
+    envs.reset(seed=0)
+    envs.send([0])
+
+    def stack():
+        assert _main.main(["attach", str(os.getpid()), "--stack"]) == 0
+        return capfd.readouterr().out.partition(
+            "Native stack of the current thread (most recent call first):\n"
+        )
+
+    wait_until(lambda: "(read+0x" in stack()[2].partition("\n")[0])
+    python, _, native = stack()
+    assert "in wait_in_c" in python
+    assert "\0" not in native
+    pipe.write_bytes(b"!")
+    assert envs.recv().reward.tolist() == [1.0]
 
 
 def test_stack_command_reports_what_it_cannot_find(make, capfd):
