@@ -17,43 +17,271 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, Self
 
 import gymnasium
 import numpy as np
+from gymnasium.spaces import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 
-async def serve_env(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, latency: float, env_id: str = "CartPole-v1"
-) -> None:
-    """Serves one env to one connection: a line of JSON per request, and one per reply."""
-    env = gymnasium.make(env_id)
-    try:
-        while line := await reader.readline():
-            request = json.loads(line)
-            if request["type"] == "reset":
-                obs, reward, terminated, truncated = env.reset(seed=request["seed"])[0], 0.0, False, False
-            else:
-                await asyncio.sleep(latency)  # a slow simulator
-                obs, reward, terminated, truncated, _ = env.step(request["action"])
-            reply = [obs.tolist(), float(reward), bool(terminated), bool(truncated)]
-            writer.write(json.dumps(reply).encode() + b"\n")
-            await writer.drain()
-    except ConnectionError:
-        pass
-    finally:
-        env.close()
-        writer.close()
+class Reply(NamedTuple):
+    """Reply of a server to an action. After a reset, only the observation counts."""
+
+    obs: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+
+
+class Client(Protocol):
+    """Connection to one env on a server. Its methods may be coroutines.
+
+    They raise an OSError, such as ConnectionError, if the server is lost. Other errors end the program.
+    """
+
+    def reset(self, seed: int | None) -> Awaitable[Reply]: ...
+    def step(self, action: Any) -> Awaitable[Reply]: ...
+    async def close(self) -> None: ...
+
+
+class ServerEnvs(VectorEnv[Any, Any, Any]):
+    """A batch of envs behind a server, which move at the same time.
+
+    Args:
+        connect: Coroutine function that connects to a new env.
+        observation_space: Space of one env's observations.
+        action_space: Space of one env's actions.
+        num_envs: Number of envs, each with its own connection.
+        deadline: Seconds that a step or one attempt of a reset may take.
+        restart: Seconds in which a lost env has to be reset, for example while the server restarts.
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012  # as in Gymnasium
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Client]],
+        observation_space: Space[Any],
+        action_space: Space[Any],
+        num_envs: int,
+        deadline: float = 10.0,
+        restart: float = 60.0,
+    ) -> None:
+        self.single_observation_space, self.single_action_space = observation_space, action_space
+        self.observation_space = batch_space(observation_space, num_envs)
+        self.action_space = batch_space(action_space, num_envs)
+        self.num_envs = num_envs
+        self._connect, self._deadline, self._restart = connect, deadline, restart
+        self._clients: dict[int, Client] = {}  # those that are connected
+        self._closing: set[asyncio.Task[None]] = set()
+        self._obs = np.zeros(self.observation_space.shape or (), observation_space.dtype)
+        self._over = np.zeros(num_envs, bool)
+        self._loop = asyncio.new_event_loop()
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is None or isinstance(seed, int):
+            seed = [None if seed is None else seed + index for index in range(self.num_envs)]
+
+        async def reset_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for index in range(self.num_envs):
+                    group.create_task(self._reset_env(index, seed[index]))
+
+        self._loop.run_until_complete(reset_all())
+        self._over[:] = False
+        return self._obs.copy(), self._info(np.zeros(self.num_envs, bool))
+
+    def step(self, actions: Any) -> Any:
+        reward, terminated = np.zeros(self.num_envs), np.zeros(self.num_envs, bool)
+        truncated, lost = np.zeros((2, self.num_envs), bool)
+        for index, step in self._loop.run_until_complete(self._step_envs(actions.tolist())).items():
+            try:
+                if not step.done():
+                    step.cancel()
+                    raise TimeoutError
+                self._obs[index], reward[index], terminated[index], truncated[index] = step.result()
+            except OSError:  # includes ConnectionError and TimeoutError
+                self._disconnect(index)
+                truncated[index] = lost[index] = True
+        self._over = terminated | truncated
+        return self._obs.copy(), reward, terminated, truncated, self._info(lost)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        for index in list(self._clients):
+            self._disconnect(index)
+        if self._closing:
+            self._loop.run_until_complete(asyncio.wait(self._closing, timeout=self._deadline))
+        self._loop.close()
+
+    def _info(self, lost: NDArray[Any]) -> dict[str, Any]:
+        return {"lost": lost, "_lost": np.ones(self.num_envs, bool)}
+
+    async def _step_envs(self, actions: list[Any]) -> dict[int, asyncio.Future[Reply]]:
+        """Resets finished envs, and waits for the steps of the others, until the deadline."""
+        steps: dict[int, asyncio.Future[Reply]] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(self.num_envs):
+                    if self._over[index]:
+                        group.create_task(self._reset_env(index, None))
+                    else:
+                        steps[index] = asyncio.ensure_future(self._clients[index].step(actions[index]))
+                if steps:
+                    await asyncio.wait(steps.values(), timeout=self._deadline)
+        except BaseException:  # a late reply must not answer the next request
+            for index in steps:
+                self._disconnect(index)
+            raise
+        return steps
+
+    async def _reset_env(self, index: int, seed: int | None) -> None:
+        give_up = time.monotonic() + self._restart
+        while True:
+            try:
+                async with asyncio.timeout(self._deadline):
+                    if index not in self._clients:
+                        self._clients[index] = await self._connect()
+                    self._obs[index] = (await self._clients[index].reset(seed))[0]
+                return
+            except OSError as error:
+                self._disconnect(index)
+                if time.monotonic() > give_up:
+                    raise ConnectionError(f"env {index} was not reset within {self._restart} s") from error
+                await asyncio.sleep(0.1)
+            except BaseException:
+                self._disconnect(index)
+                raise
+
+    def _disconnect(self, index: int) -> None:
+        if client := self._clients.pop(index, None):
+            task = self._loop.create_task(client.close())
+            self._closing.add(task)  # the loop has only a weak reference
+            task.add_done_callback(self._closing.discard)
+
+
+class LineClient(asyncio.Protocol):
+    """A `Client` of `serve`, which exchanges lines of JSON."""
+
+    @classmethod
+    async def connect(cls, port: int) -> Self:
+        """Connects to a server on this machine."""
+        return (await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port))[1]
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._received = b""
+        self._reply = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._received.endswith(b"\n") and not self._reply.done():
+            line, self._received = self._received, b""
+            self._reply.set_result(Reply(*json.loads(line)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._reply.done():
+            self._reply.set_exception(ConnectionError("the server closed the connection"))
+
+    def reset(self, seed: int | None) -> Awaitable[Reply]:
+        return self._request({"type": "reset", "seed": seed})
+
+    def step(self, action: Any) -> Awaitable[Reply]:
+        return self._request({"type": "step", "action": action})
+
+    async def close(self) -> None:
+        self._transport.abort()
+
+    def _request(self, request: dict[str, Any]) -> Awaitable[Reply]:
+        # A future costs less time than a coroutine, for which asyncio needs a task.
+        self._reply = asyncio.get_running_loop().create_future()
+        if self._transport.is_closing():
+            self._reply.set_exception(ConnectionError("the server closed the connection"))
+        else:
+            self._transport.write(json.dumps(request).encode() + b"\n")
+        return self._reply
+
+
+class OpenEnvClient:
+    """A `Client` of an OpenEnv server, by OpenEnv's own client from the package openenv-core.
+
+    Change `step` and `_reply` for the actions and observations of your env.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = import_module("openenv.core").GenericEnvClient(url)
+        self._closed = import_module("websockets.exceptions").ConnectionClosed
+
+    @classmethod
+    async def connect(cls, url: str) -> Self:
+        """Connects to a server, such as `"http://127.0.0.1:8000"`."""
+        client = cls(url)
+        await client._client.connect()
+        return client
+
+    async def reset(self, seed: int | None) -> Reply:
+        return await self._reply(self._client.reset(seed=seed))
+
+    async def step(self, action: Any) -> Reply:
+        return await self._reply(self._client.step({"action": action}))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _reply(self, request: Awaitable[Any]) -> Reply:
+        try:
+            result = await request
+        except self._closed as error:
+            raise ConnectionError("the server closed the connection") from error
+        # OpenEnv does not distinguish between terminated and truncated episodes.
+        return Reply(result.observation["values"], result.reward or 0.0, result.done, False)
+
+
+class Service(asyncio.Protocol):
+    """Serves one env to one connection: a line of JSON per request, and one per reply.
+
+    Args:
+        latency: Seconds that a step takes, as of a slow simulator.
+        env_id: Gymnasium id.
+    """
+
+    def __init__(self, latency: float, env_id: str = "CartPole-v1") -> None:
+        self._latency, self._env, self._received = latency, gymnasium.make(env_id), b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._env.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if not self._received.endswith(b"\n"):
+            return
+        request, self._received = json.loads(self._received), b""
+        if request["type"] == "reset":
+            self._write(self._env.reset(seed=request["seed"])[0], 0.0, False, False)
+        else:
+            asyncio.get_running_loop().call_later(self._latency, self._step, request["action"])
+
+    def _step(self, action: Any) -> None:
+        if not self._transport.is_closing():
+            self._write(*self._env.step(action)[:4])
+
+    def _write(self, obs: Any, reward: Any, terminated: bool, truncated: bool) -> None:
+        reply = [obs.tolist(), float(reward), bool(terminated), bool(truncated)]
+        self._transport.write(json.dumps(reply).encode() + b"\n")
 
 
 async def serve(port: int, latency: float) -> None:
     """Runs a server, and prints its port when it is ready."""
-    server = await asyncio.start_server(partial(serve_env, latency=latency), "127.0.0.1", port, backlog=1024)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(partial(Service, latency), "127.0.0.1", port, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()
@@ -65,106 +293,6 @@ def start_server(port: int = 0, latency: float = 0.05) -> tuple[subprocess.Popen
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
-
-
-class ServerEnvs(VectorEnv[Any, Any, Any]):
-    """A batch of envs behind a server, which move at the same time.
-
-    Args:
-        port: Port of the server on this machine.
-        num_envs: Number of envs, each with its own connection.
-        deadline: Seconds that a step or one attempt of a reset may take.
-        restart: Seconds in which a lost env has to be reset, for example while the server restarts.
-    """
-
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012  # as in Gymnasium
-
-    def __init__(self, port: int, num_envs: int, deadline: float = 10.0, restart: float = 60.0) -> None:
-        with gymnasium.make("CartPole-v1") as env:
-            self.single_observation_space = env.observation_space
-            self.single_action_space = env.action_space
-        self.num_envs = num_envs
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self._port, self._deadline, self._restart = port, deadline, restart
-        self._connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter] | None] = [None] * num_envs
-        self._obs: NDArray[Any] = np.zeros(self.observation_space.shape or (), np.float32)
-        self._over = np.zeros(num_envs, bool)
-        self._loop = asyncio.new_event_loop()
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        if seed is None or isinstance(seed, int):
-            seed = [None if seed is None else seed + index for index in range(self.num_envs)]
-        self._run(self._reset_env(index, seed[index]) for index in range(self.num_envs))
-        self._over[:] = False
-        return self._obs.copy(), self._info(np.zeros(self.num_envs, bool))
-
-    def step(self, actions: Any) -> Any:
-        results = self._run(self._step_env(index, action) for index, action in enumerate(actions.tolist()))
-        reward, terminated, truncated, lost = map(np.array, zip(*results, strict=True))
-        self._over = terminated | truncated
-        return self._obs.copy(), reward, terminated, truncated, self._info(lost)
-
-    def close_extras(self, **kwargs: Any) -> None:
-        for index in range(self.num_envs):
-            self._disconnect(index)
-        self._loop.run_until_complete(asyncio.sleep(0))  # closes the sockets
-        self._loop.close()
-
-    def _run(self, coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        async def gather() -> list[Any]:
-            async with asyncio.TaskGroup() as group:  # an error cancels the other requests
-                tasks = [group.create_task(coroutine) for coroutine in coroutines]
-            return [task.result() for task in tasks]
-
-        return self._loop.run_until_complete(gather())
-
-    def _info(self, lost: NDArray[Any]) -> dict[str, Any]:
-        return {"lost": lost, "_lost": np.ones(self.num_envs, bool)}
-
-    async def _step_env(self, index: int, action: Any) -> tuple[float, bool, bool, bool]:
-        if self._over[index]:
-            await self._reset_env(index, None)
-            return 0.0, False, False, False
-        try:
-            reply = await self._request(index, {"type": "step", "action": action})
-        except OSError:  # includes TimeoutError and ConnectionError
-            return 0.0, False, True, True
-        self._obs[index], reward, terminated, truncated = reply
-        return reward, terminated, truncated, False
-
-    async def _reset_env(self, index: int, seed: int | None) -> None:
-        give_up = time.monotonic() + self._restart
-        while True:
-            try:
-                self._obs[index] = (await self._request(index, {"type": "reset", "seed": seed}))[0]
-                return
-            except OSError as error:
-                if time.monotonic() > give_up:
-                    raise ConnectionError(f"env {index} was not reset within {self._restart} s") from error
-                await asyncio.sleep(0.1)
-
-    async def _request(self, index: int, request: dict[str, Any]) -> Any:
-        try:
-            async with asyncio.timeout(self._deadline):
-                if (connection := self._connections[index]) is None:
-                    connection = self._connections[index] = await asyncio.open_connection(
-                        "127.0.0.1", self._port
-                    )
-                reader, writer = connection
-                writer.write(json.dumps(request).encode() + b"\n")
-                line = await reader.readline()
-                if not line.endswith(b"\n"):
-                    raise ConnectionError("the server closed the connection")
-                return json.loads(line)
-        except BaseException:  # a late reply must not answer the next request
-            self._disconnect(index)
-            raise
-
-    def _disconnect(self, index: int) -> None:
-        if (connection := self._connections[index]) is not None:
-            connection[1].transport.abort()
-            self._connections[index] = None
 
 
 def main() -> None:
@@ -188,7 +316,9 @@ def main() -> None:
 
     server, port = start_server(args.port, args.latency)
     count = args.num_envs
-    make_envs = partial(ServerEnvs, port, count)
+    env = gymnasium.make("CartPole-v1")  # for its spaces
+    connect = partial(LineClient.connect, port)
+    make_envs = partial(ServerEnvs, connect, env.observation_space, env.action_space, count)
     with jaxvec.make(make_envs, count, envs_per_instance=count, num_workers=1) as envs:
 
         @jax.jit

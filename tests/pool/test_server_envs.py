@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from server_envs import ServerEnvs, start_server
+from server_envs import LineClient, ServerEnvs, start_server
 
 import jaxvec
 
@@ -35,7 +35,9 @@ def start():
 
 
 def make_pool(make, port, count, **options):
-    fn = partial(ServerEnvs, port, count, **options)
+    with gymnasium.make("CartPole-v1") as env:
+        spaces = env.observation_space, env.action_space
+    fn = partial(ServerEnvs, partial(LineClient.connect, port), *spaces, count, **options)
     return make(fn, count, envs_per_instance=count, num_workers=1, info=LOST)
 
 
