@@ -32,7 +32,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax import serialization
 from gymnasium import spaces
 
 import jaxvec
@@ -340,9 +339,8 @@ def train(config: Config, run: Run) -> None:
                 reached = float(metrics["episode_return"]) >= goal  # false for NaN, before any episode ends
                 stop = run.stopped or reached or number == config.num_updates
                 if stop or number % config.save_every == 0:
-                    run.save(learner)
                     learned = {"params": learner.weights.params, "stats": vars(learner.weights.obs_stats)}
-                    run.write("params.msgpack", serialization.to_bytes(learned))
+                    run.save(learner, params=learned)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

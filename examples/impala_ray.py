@@ -27,7 +27,6 @@ import cloudpickle
 import impala
 import jax
 import numpy as np
-from flax import serialization
 from impala import Agent
 
 import jaxvec
@@ -96,10 +95,9 @@ def train(config: Config, run: Run, kill_one: Callable[[], None]) -> None:
             reached = float(metrics["episode_return"]) >= goal  # false for NaN, before any episode ends
             stop = run.stopped or reached or number == config.num_updates
             if stop or number % config.save_every == 0:
-                run.save(learner)
-                run.write(progress.name, rollouts.checkpoint())
                 learned = {"params": learner.weights.params, "stats": vars(learner.weights.obs_stats)}
-                run.write("params.msgpack", serialization.to_bytes(learned))
+                run.save(learner, params=learned)
+                run.write(progress.name, rollouts.checkpoint())
             if config.kill_one and number == max(config.num_updates // 10, 1):
                 kill_one()
         stats = rollouts.stats()

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from flax import serialization
 from gymnasium import spaces
 
 import jaxvec
@@ -284,8 +283,7 @@ def train(config: Config, run: Run) -> None:
     with jaxvec.make(lambda: PettingZooEnv(module.parallel_env()), config.num_envs, **options) as envs:
         names = envs.get_attr("possible_agents")[0]
         agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
-        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
-        state, playing = run.load(state, playing, envs)
+        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs)
         program = jax.jit(partial(agent.train, run))
         with run.signals():
             run.show("compiling")
@@ -293,9 +291,8 @@ def train(config: Config, run: Run) -> None:
             while state.number < config.num_updates and not stop:
                 until = jnp.minimum(state.number + config.save_every, config.num_updates)
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))
-                run.save(state, playing, envs)
                 learned = {"params": state.params, "stats": vars(state.obs_stats)}
-                run.write("params.msgpack", serialization.to_bytes(learned))
+                run.save(state, playing, envs, params=learned)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from flax import serialization
 from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing
 
@@ -339,16 +338,14 @@ def train(config: Config, run: Run) -> None:
     """Trains, or continues a run, and writes its folder."""
     with make_envs(config) as envs:
         agent = Agent(config, envs.single_action_space)
-        state, playing = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
-        state, playing = run.load(state, playing, envs)
+        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs)
         program, stop = jax.jit(partial(agent.train, run)), False
         with run.signals():
             run.show("compiling")
             while state.number < config.num_updates and not stop:
                 until = jnp.minimum(state.number + config.save_every, config.num_updates)
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))
-                run.save(state, playing, envs)
-                run.write("params.msgpack", serialization.to_bytes(state.params))
+                run.save(state, playing, envs, params={"params": state.params})
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

@@ -43,7 +43,7 @@ __all__ = ["Episodes", "Run", "option", "training"]
 
 Options = TypeVar("Options")
 
-_PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax")
+_PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax", "orbax-checkpoint")
 _STATE = "state.npz"
 _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
 
@@ -179,13 +179,10 @@ class Run:
         if not resume:
             record = {"config": dict(config or {}), "versions": _versions()}
             (self.folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-        writer = importlib.import_module("tensorboardX").SummaryWriter if tensorboard else None
-        self._tensorboard: Any = writer and writer(str(self.folder))
-        self._wandb: Any = None
-        if wandb:
-            library: Any = importlib.import_module("wandb")
-            options = {"dir": str(self.folder), "name": self.folder.name, "config": dict(config or {})}
-            self._wandb = library.init(**options, id=self.folder.name, resume="allow")
+        path, name = str(self.folder), self.folder.name
+        self._tensorboard: Any = tensorboard and importlib.import_module("tensorboardX").SummaryWriter(path)
+        options: Any = {"dir": path, "name": name, "config": dict(config or {}), "resume": "allow"}
+        self._wandb: Any = wandb and importlib.import_module("wandb").init(**options, id=name)
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         if resume:
             self._rewrite()
@@ -289,11 +286,9 @@ class Run:
         return io_callback(self._check, jax.ShapeDtypeStruct((), jnp.bool_))
 
     def _check(self) -> np.bool_:
-        try:
+        with suppress(BlockingIOError):
             received = self._signals.recv(64) if self._signals else b""
-        except BlockingIOError:
-            received = b""
-        self._stopping |= bool({signal.SIGINT, signal.SIGTERM} & {*received})
+            self._stopping |= bool({signal.SIGINT, signal.SIGTERM} & {*received})
         return np.bool_(self._stopping)
 
     def write(self, name: str, data: bytes) -> None:
@@ -302,14 +297,19 @@ class Run:
         temporary.write_bytes(data)
         temporary.replace(self.folder / name)
 
-    def save(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> None:
-        """Writes `state.npz`, from which `Run(folder, resume=True)` continues.
+    def save(
+        self, learned: Any, playing: Any = None, envs: VectorEnv | None = None, *, params: Any = None
+    ) -> None:
+        """Writes `state.npz`, from which `Run(folder, resume=True)` continues, and then the folder `params`.
+
+        Both replace those of the last save in one step: if the program is killed, the old ones stay.
 
         Args:
             learned: Pytree of arrays with the state of training: parameters, optimizer state, statistics.
             playing: Pytree with the state of the running episodes: the handle, observations, memories.
             envs: The envs, made with `states` of at least `num_envs`, to save their states, too. Without
                 them, or if the states cannot be saved, a resumed run starts new episodes.
+            params: Pytree to write by Orbax's `CheckpointManager`, as NumPy arrays; None for empty ones.
         """
         jax.effects_barrier()  # waits for the last log
         packed, data = np.zeros(0, np.uint8), io.BytesIO()
@@ -322,6 +322,13 @@ class Run:
         }
         np.savez(data, allow_pickle=False, env_steps=self.env_steps, envs=packed, **arrays)
         self.write(_STATE, data.getvalue())
+        if params is not None:
+            ocp: Any = importlib.import_module("orbax.checkpoint")  # takes 0.3 s, so only where it is needed
+            # The manager deletes the old checkpoint after the new one is complete and has its name.
+            options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+            with ocp.CheckpointManager((self.folder / "params").absolute(), options=options) as manager:
+                whole = jax.tree.map(lambda leaf: np.asarray(leaf) if np.size(leaf) else None, params)
+                manager.save((manager.latest_step() or 0) + 1, args=ocp.args.StandardSave(whole))
 
     def load(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> tuple[Any, Any]:
         """Returns `learned` and `playing` of the last `save`, if the run is resumed; else the arguments.

@@ -660,7 +660,7 @@ class SyncVectorEnv(PooledVectorEnv):
         """Builds the envs; see `AsyncVectorEnv` for the arguments."""
         self.envs: list[gymnasium.Env[Any, Any]] = [env_fn() for env_fn in env_fns]
         super().__init__(
-            [partial(_identity, env) for env in self.envs],
+            [lambda env=env: env for env in self.envs],
             copy=copy,
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
@@ -680,10 +680,6 @@ class SyncVectorEnv(PooledVectorEnv):
         """Steps all envs; see `AsyncVectorEnv.step`."""
         with as_gymnasium(type(self).__name__):
             return self._after_step(self._step(actions))
-
-
-def _identity(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-    return env
 
 
 # --- `vector_entry_point` for `gymnasium.register` and for registered envs -------------------------------

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax import serialization
 from flax.training.train_state import TrainState
 from gymnasium import Space, spaces
 
@@ -307,17 +306,15 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         _, timestep, _ = jax.lax.while_loop(unfinished, body, (handle, timestep, 0))
         return timestep.info["episode_return"].mean()
 
-    state, playing = jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed))
-    state, playing = run.load(state, playing, envs)
+    state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs)
     program, score, stop = jax.jit(repeat), jax.jit(evaluate), False
     with run.signals():
         run.show("compiling")
         while state.number < num_updates and not stop:
             until = jnp.minimum(state.number + config.save_every, num_updates)
             state, playing, stop = jax.block_until_ready(program(until, state, playing, stop))
-            run.save(state, playing, envs)
             learned = {"params": state.learned.params, "stats": vars(state.obs_stats)}
-            run.write("params.msgpack", serialization.to_bytes(learned))
+            run.save(state, playing, envs, params=learned)
             evaluation = score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))
             run.log(state.number * steps_per_update, evaluation=evaluation)
 

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import ppo_mujoco
 import pytest
-from flax import serialization
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from jaxvec.cli._main import main as command_line
 from jaxvec.examples import ppo
 from jaxvec.normalize import RunningMeanStd
+from support.runs import assert_same_params, load_params
 
 SMALL = [
     *("--num-envs", "4", "--num-workers", "1", "--num-steps", "16", "--num-minibatches", "2"),
@@ -95,7 +95,7 @@ def test_ppo_trains_and_writes_a_folder(env, capsys):
 def score_of(folder):
     """Returns the mean return of the saved parameters in Gymnasium's own loop."""
     config = ppo.Config(**json.loads((folder / "config.json").read_text())["config"])
-    saved = serialization.msgpack_restore((folder / "params.msgpack").read_bytes())
+    saved = load_params(folder)
     stats, returns = RunningMeanStd(**saved["stats"]), []
     for number in range(config.eval_envs):
         env = gymnasium.make(config.env)
@@ -146,7 +146,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
     resumed = ppo.main(["--resume", "runs/half", "--stop-at", "1e9"])
     assert resumed.env_steps == 640
     assert resumed.latest("evaluation") == whole.latest("evaluation")
-    assert Path("runs/half/params.msgpack").read_bytes() == Path("runs/whole/params.msgpack").read_bytes()
+    assert_same_params("runs/half", "runs/whole")
     assert Path("runs/half/state.npz").read_bytes() == Path("runs/whole/state.npz").read_bytes()
     for name in ("episode_return", "entropy", "value_loss", "explained_variance"):
         assert column("runs/half", name) == column("runs/whole", name)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 import sys
 
 import gymnasium
@@ -12,6 +13,7 @@ import pytest
 
 import jaxvec
 from jaxvec.logging import Episodes, Run
+from support.runs import load_params
 
 
 class LivesEnv(gymnasium.Wrapper):
@@ -146,6 +148,46 @@ def test_a_resumed_run_continues_from_its_last_save(tmp_path):
         loaded, playing = run.load(fresh, "new")
         assert playing == "new"
         assert loaded["number"] == 7
+
+
+@pytest.mark.jax_version
+def test_saved_params_replace_older_ones_of_any_structure(tmp_path):
+    params = {"layers": [jnp.arange(3, dtype=jnp.bfloat16), {"bias": jnp.float32(2)}], "count": jnp.int32(7)}
+    params["empty"] = jnp.zeros(0)
+    for _ in range(2):  # the second run continues the first one
+        with Run(tmp_path, resume=(tmp_path / "state.npz").exists()) as run:
+            run.log(10, loss=1)
+            run.save({"x": jnp.zeros(1)}, params={"older": jnp.zeros(2)})
+            run.save({"x": jnp.zeros(1)}, params=params)
+    assert [path.name for path in (tmp_path / "params").iterdir()] == ["4"]
+    loaded = load_params(tmp_path)
+    assert {*loaded} == {*params}
+    assert loaded["empty"] is None  # Orbax refuses arrays of size 0
+    assert loaded["layers"][0].dtype == jnp.bfloat16
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(loaded))
+    jax.tree.map(np.testing.assert_array_equal, loaded["layers"], params["layers"])
+
+
+SAVING = """
+import sys
+import numpy as np
+from jaxvec.logging import Run
+
+with Run(sys.argv[1]) as run:
+    for number in range(1000):
+        run.save(np.int32(0), params={"weight": np.full(100_000, number)})
+        print(number, flush=True)
+"""
+
+
+def test_params_are_whole_after_a_kill_at_any_time(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", SAVING, tmp_path], stdout=subprocess.PIPE) as program:
+        for number in range(3):
+            assert int(program.stdout.readline()) == number
+        program.kill()  # while it saves the next ones
+    assert program.returncode == -9
+    (number,) = np.unique(load_params(tmp_path)["weight"])
+    assert number >= 2
 
 
 def test_a_run_writes_events_for_tensorboard(tmp_path):
