@@ -31,21 +31,13 @@ def encrypt(
         server_hostname=server_hostname,
         do_handshake_on_connect=False,
     )
+    secure.settimeout(max(deadline - time.monotonic(), 0.001))  # of the whole handshake
     try:
-        secure.setblocking(False)
-        while True:
-            try:
-                secure.do_handshake()
-                break
-            except ssl.SSLWantReadError:
-                events = select.POLLIN
-            except ssl.SSLWantWriteError:
-                events = select.POLLOUT
-            if not _poll({secure: events}, max(deadline - time.monotonic(), 0)):
-                raise TimeoutError("the other end did not complete the TLS handshake in time")
+        secure.do_handshake()
     except OSError:
         secure.close()
         raise
+    secure.setblocking(False)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     threading.Thread(target=_relay, args=(secure, theirs), daemon=True).start()

@@ -201,18 +201,14 @@ class Listener:
     def wait(self, count: int, timeout: float | None) -> list[Host]:
         """Returns the waiting hosts once there are `count`, or fewer after `timeout` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._drop_lost() or len(self._hosts) >= count, timeout)
+            self._changed.wait_for(lambda: len(self._live_hosts()) >= count, timeout)
             return list(self._hosts)
 
     def take(self, fits: Callable[[Host], bool], timeout: float) -> Host | None:
         """Removes and returns the first waiting host that fits, or `None` after `timeout` seconds."""
-
-        def find() -> Host | None:
-            self._drop_lost()
-            return next(filter(fits, self._hosts), None)
-
         with self._changed:
-            if (host := self._changed.wait_for(find, timeout)) is not None:
+            host = self._changed.wait_for(lambda: next(filter(fits, self._live_hosts()), None), timeout)
+            if host is not None:
                 self._hosts.remove(host)
             return host
 
@@ -227,11 +223,13 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _drop_lost(self) -> None:
-        for host in self._hosts:
+    def _live_hosts(self) -> list[Host]:
+        """Returns the waiting hosts, after those that were lost are dropped."""
+        for host in list(self._hosts):
             if not host.connection.is_open():
                 host.connection.close()
-                self._hosts = [each for each in self._hosts if each is not host]
+                self._hosts.remove(host)
+        return self._hosts
 
     def _accept_all(self) -> None:
         while True:
@@ -312,8 +310,7 @@ def _authenticate(sock: socket.socket, key: bytes, *, deadline: float, connects:
         check(_read(sock, _PROOF_BYTES, deadline), b"listener")
     else:
         listener = secrets.token_bytes(_NONCE_BYTES)
-        sock.settimeout(_time_left(deadline))
-        sock.sendall(listener)
+        sock.sendall(listener)  # does not block: the buffer is empty
         answer = _read(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
         connector = answer[:_NONCE_BYTES]
         check(answer[_NONCE_BYTES:], b"connector")
@@ -323,7 +320,7 @@ def _authenticate(sock: socket.socket, key: bytes, *, deadline: float, connects:
 def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
     received = b""
     while len(received) < count:
-        sock.settimeout(_time_left(deadline))
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would make it non-blocking
         part = sock.recv(count - len(received))
         if not part:
             raise ConnectionError(
@@ -331,10 +328,6 @@ def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
             )
         received += part
     return received
-
-
-def _time_left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)  # seconds; 0 would make the socket non-blocking
 
 
 def versions() -> dict[str, str]:
