@@ -394,11 +394,10 @@ class ActorGroup:
         place.version = -1
         place.dead_nodes = dead_nodes
         place.node = "no node yet"
-        backend = self._options.backend
-        runtime_env = nodes.split_runtime_env(backend.runtime_env or {})[1]
-        if not backend.of_actor().get("GPU"):
-            runtime_env["env_vars"] = {"JAX_PLATFORMS": "cpu", **runtime_env.get("env_vars", {})}
-        options = self._placement.actor_options(place.number, backend.workers_per_actor, runtime_env)
+        options = self._placement.actor_options(place.number, self._options.backend.workers_per_actor)
+        if not options["num_gpus"]:
+            env_vars = options["runtime_env"].get("env_vars", {})
+            options["runtime_env"]["env_vars"] = {"JAX_PLATFORMS": "cpu", **env_vars}
         place.actor = self._ray.remote(**options)(RolloutActor).remote()
         place.deadline = _deadline(self._options.start_timeout)
         # Retried: until Ray notices the death of a node it reports "unavailable", and lists no dead node.

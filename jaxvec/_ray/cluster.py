@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,22 +54,19 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
         nodes.check_reachable(address, seconds)
         ray.init(address=options.address, runtime_env=dict(directories) or None)  # Ray modifies the dict
         _shipped[_connection(ray)] = directories
-    elif not _is_connected_to(ray, options.address):
+        return RayCluster(ray, options)
+    connected = ray.get_runtime_context().gcs_address
+    if not nodes.is_same_head(options.address, connected, ray.util.get_node_ip_address()):
         raise ValueError(
             f"address is {options.address!r}, but this process is connected to the Ray cluster at "
-            f"{ray.get_runtime_context().gcs_address}; omit address, or call ray.shutdown() first"
+            f"{connected}; omit address, or call ray.shutdown() first"
         )
-    elif directories and directories != _shipped.get(_connection(ray)):
+    if directories and directories != _shipped.get(_connection(ray)):
         raise ValueError(
             f"runtime_env: Ray ships {' and '.join(directories)} only when a process connects to a cluster, "
             "and this one was connected already; pass it to ray.init(runtime_env=...) instead"
         )
     return RayCluster(ray, options)
-
-
-def _is_connected_to(ray: Any, address: str | None) -> bool:
-    connected, here = ray.get_runtime_context().gcs_address, ray.util.get_node_ip_address()
-    return nodes.is_same_head(address, connected, here)
 
 
 def _connection(ray: Any) -> str:
@@ -114,60 +111,45 @@ class RayCluster:
         return min(num_envs, next(filter(None, counts), 1))
 
     def launcher(self, slices: Slices, config: PoolConfig) -> RayLauncher:
-        """Reserves resources for the workers of these slices, and returns their launcher.
-
-        Raises `ValueError` if no node can hold an actor, `TimeoutError` if a placement group finds no room.
-        """
-        size, num_workers = self._options.workers_per_actor, len(slices)
-        groups = [range(first, min(first + size, num_workers)) for first in range(0, num_workers, size)]
-        counts = [len(group) for group in groups]
-        for count in {*counts}:  # the last actor may have fewer
-            self._options.check(count)
-        nodes.check_place(self._ray, self._options.of_actor(counts[0]))
-        placement = nodes.Placement(self._ray, self._options, counts, config.timeouts.start)
-        return RayLauncher(self._ray, self._options, groups, slices, config, placement)
+        """Reserves resources for the workers of these slices, and returns their launcher."""
+        return RayLauncher(self._ray, self._options, slices, config)
 
 
 class RayLauncher(HostLauncher):
-    """The launcher of hosts in actors of a Ray cluster."""
+    """The launcher of hosts in actors of a Ray cluster.
 
-    def __init__(
-        self,
-        ray: Any,
-        options: Ray,
-        groups: Sequence[range],
-        slices: Slices,
-        config: PoolConfig,
-        placement: nodes.Placement,
-    ) -> None:
-        super().__init__(groups, slices, config, self._make_actor_host)
+    Raises `ValueError` if no node can hold an actor, `TimeoutError` if a placement group finds no room.
+    """
+
+    def __init__(self, ray: Any, options: Ray, slices: Slices, config: PoolConfig) -> None:
+        size, num_workers = options.workers_per_actor, len(slices)
+        groups = [range(first, min(first + size, num_workers)) for first in range(0, num_workers, size)]
+        counts = [len(group) for group in groups]
+        for count in {*counts}:  # the last actor may have fewer
+            options.check(count)
+        nodes.check_place(ray, options.of_actor(counts[0]))
         self._ray = ray
+        self.key = secrets.token_bytes(32)  # Ray brings it to the actors
+        self.dead_nodes = nodes.find_dead_nodes(ray)
+        self.placement = nodes.Placement(ray, options, counts, config.timeouts.start)
+        self.listener = Listener(ray.util.get_node_ip_address(), 0, self.key)
         self._options = options
-        self._placement = placement
-        self._dead_nodes = nodes.find_dead_nodes(ray)
-        self._key = secrets.token_bytes(32)  # Ray brings it to the actors
-        self._listener = Listener(ray.util.get_node_ip_address(), 0, self._key)
+        super().__init__(groups, slices, config, self._make_actor_host)
         self._head = nodes.HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
-
-    def check_replaceable(self, is_lost: bool) -> None:
-        if why := self._head.lost or (is_lost and self._placement.loss()):
-            raise ConnectionError(why)
 
     def close(self) -> None:
         self._head.close()
         super().close()
-        self._listener.close()
+        self.listener.close()
         if not self._head.lost:
-            self._placement.close()
+            self.placement.close()
 
     def _make_actor_host(self, number: int, workers: range) -> HostSource:
-        runtime_env = nodes.split_runtime_env(self._options.runtime_env or {})[1]
-        options = self._placement.actor_options(number, len(workers), runtime_env)
-        actor_class = self._ray.remote(**options)(_actor_class())
-        needs = self._options.of_actor(len(workers))
-        return _RayHost(
-            self._ray, actor_class, needs, self._placement, self._dead_nodes, self._listener, self._key
-        )
+        if why := self._head.lost or self.placement.loss():
+            raise ConnectionError(why)
+        actor_options = self.placement.actor_options(number, len(workers))
+        actor_class = self._ray.remote(**actor_options)(_actor_class())
+        return _RayHost(self, self._ray, actor_class, self._options.of_actor(len(workers)), self.dead_nodes)
 
     def _lose(self, why: str) -> None:
         for link in list(self._links.values()):
@@ -182,28 +164,27 @@ class _RayHost(HostSource):
     fault, one dead node could use up all restarts.
     """
 
+    launcher: RayLauncher
     ray: Any
     actor_class: Any
     needs: dict[str, float]  # resources of the actor
-    placement: nodes.Placement
     dead_nodes: set[str]
-    listener: Listener
-    key: bytes
     actor: Any = None
     serving: Any = None  # pending call of `serve`, which fails if the actor is lost
     place: str = "no node yet"
 
     def start(self, check: Callable[[], None]) -> Host:
+        listener, token = self.launcher.listener, secrets.token_hex()
         try:
             self._start_actor(check)
-            token = secrets.token_hex()
-            self.serving = self.actor.serve.remote(self.listener.address, self.key, self.place, token)
-            while (host := self.listener.take(lambda host: host.token == token, CHECK_INTERVAL)) is None:
+            self.serving = self.actor.serve.remote(listener.address, self.launcher.key, self.place, token)
+            while (host := listener.take(lambda host: host.token == token, CHECK_INTERVAL)) is None:
                 self._check(check)
-                self._raise_failure(timeout=0)
+                if failure := self._failure(timeout=0):
+                    raise failure
             return host
         except OSError as error:
-            host, port = self.listener.address
+            host, port = listener.address
             raise HostLostError(
                 f"can't connect to this process at {host}:{port}: {error}; allow TCP connections from the "
                 "nodes to free ports of this machine in the firewall"
@@ -211,21 +192,22 @@ class _RayHost(HostSource):
         except self.ray.exceptions.RayError as error:
             raise HostLostError(nodes.describe_loss(error)) from error
 
-    def cause(self) -> None:
-        if self.ray.is_initialized():  # otherwise `ray.wait` would start another cluster
-            try:
-                self._raise_failure(_CAUSE_TIMEOUT)
-            except self.ray.exceptions.RayError as error:
-                raise HostLostError(nodes.describe_loss(error)) from error
+    def cause(self) -> HostLostError | None:
+        if not self.ray.is_initialized():  # `ray.wait` would start another cluster
+            return None
+        failure = self._failure(_CAUSE_TIMEOUT)
+        return failure if isinstance(failure, HostLostError) else None  # an OSError reports the same end
 
-    def _raise_failure(self, timeout: float) -> None:
-        """Raises the error of `serve`, if it ends in time."""
-        if self.ray.wait([self.serving], timeout=timeout)[0]:
-            try:
+    def _failure(self, timeout: float) -> Exception | None:
+        """Returns the error of `serve`, if it ends in time."""
+        try:
+            if self.ray.wait([self.serving], timeout=timeout)[0]:
                 self.ray.get(self.serving)
-            except self.ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                raise (cause if isinstance(cause, OSError) else HostLostError(str(cause))) from error
+        except self.ray.exceptions.RayTaskError as error:
+            return error.cause if isinstance(error.cause, OSError) else HostLostError(str(error.cause))
+        except self.ray.exceptions.RayError as error:
+            return HostLostError(nodes.describe_loss(error))
+        return None
 
     def end(self) -> None:
         # `ray.kill` blocks if Ray's head node is gone, and starts another cluster if Ray was shut down.
@@ -255,7 +237,7 @@ class _RayHost(HostSource):
         except HostLostError:  # `end` ran before there was an actor, or beside its start
             self.end()
             raise
-        if why := self.placement.loss():
+        if why := self.launcher.placement.loss():
             raise HostLostError(f"was not started: {why}")
         nodes.check_descriptors()
 
@@ -265,15 +247,11 @@ def _actor_class() -> type:
 
     class JaxvecWorkers:
         def identify(self) -> str:
-            import importlib
-
             ray: Any = importlib.import_module("ray")
             context = ray.get_runtime_context()
             return f"node {ray.util.get_node_ip_address()} ({context.get_node_id()[:12]})"
 
         def serve(self, address: tuple[str, int], key: bytes, node: str, token: str) -> None:
-            import importlib
-
             try:
                 host = importlib.import_module("jaxvec._remote.host")
             except Exception as error:

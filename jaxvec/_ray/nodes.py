@@ -227,7 +227,7 @@ class Placement:
         elif (own := own_group_capacity(ray)) and own.num_actors(options.of_actor(counts[0])) >= len(counts):
             self._parent = ray.util.get_current_placement_group()
 
-    def actor_options(self, actor: int, num_workers: int, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    def actor_options(self, actor: int, num_workers: int) -> dict[str, Any]:
         resources = self._options.of_actor(num_workers)
         schedulers: Any = importlib.import_module("ray.util.scheduling_strategies")
         in_group = schedulers.PlacementGroupSchedulingStrategy
@@ -240,7 +240,7 @@ class Placement:
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
             "resources": resources,
-            "runtime_env": runtime_env,
+            "runtime_env": split_runtime_env(self._options.runtime_env or {})[1],
             "max_restarts": 0,  # a replacement needs the state of its predecessor, which Ray does not know
             "max_task_retries": 0,  # no step may run twice
             "scheduling_strategy": strategy,

@@ -102,9 +102,6 @@ class RemoteWorker(Process, ParentChannel):
     def ahead(self) -> int:
         return self._link.ahead
 
-    def ended(self) -> bool:
-        return self._has_ended.is_set()
-
     def wait(self, timeout: float) -> bool:
         return self._has_ended.wait(timeout)
 
@@ -125,14 +122,7 @@ class RemoteWorker(Process, ParentChannel):
     def wake(self) -> None:
         self._link.wake()
 
-    def send(
-        self,
-        message: Any,
-        *,
-        deadline: float | None = None,
-        descriptors: Sequence[int] = (),
-        notify: Callable[[], None] = lambda: None,
-    ) -> None:
+    def send(self, message: Any, *, descriptors: Sequence[int] = (), **_: Any) -> None:
         with self.sending:
             self._link.send(self, message, descriptors)
 
@@ -195,10 +185,7 @@ class _ShipperChannel(WorkerChannel):
         return not self._messages.empty()
 
     def receive(self, deadline: float | None = None) -> Any:
-        message = self._messages.get()
-        if message is None:
-            raise EOFError
-        return message
+        return self._messages.get()
 
 
 class Shipper:
@@ -254,8 +241,7 @@ class Shipper:
             send(self._format.inheritance(worker).pack(slots) if replaces else None)
             self._attached[slots] = True
             self._shipped[slots] = self._marks.completed[slots]
-        self._channel.put("attached")  # wakes the thread, which looks for requests of these slots
-        self._requests.notify_worker()
+        self.wake()
 
     def ship(self) -> None:
         """Ships all requests made so far, so that none arrives after a later message to its worker."""
@@ -272,8 +258,10 @@ class Shipper:
                 if slots.size:
                     self._link.ship(ROWS + verb, packer.pack(slots).data)
 
-    def wake(self) -> None:
-        self._channel.put(WAKE)
+    def wake(self, message: Any = WAKE) -> None:
+        """Lets the thread look for requests, or end if the message is `None`."""
+        self._channel.put(message)
+        self._requests.notify_worker()
 
     def post(self, rows: Payload) -> None:
         """Writes received rows. Completes each slot if its row answers the slot's latest request."""
@@ -289,16 +277,13 @@ class Shipper:
         self._results.notify_parent()
 
     def close(self) -> None:
-        self._channel.put(None)
-        self._requests.notify_worker()
+        self.wake(None)
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            with suppress(EOFError):  # `close`
-                while True:
-                    self._requests.receive()
-                    self.ship()
+            while self._requests.receive() is not None:
+                self.ship()
         except BaseException as error:
             self._link.fail(error)
 
@@ -331,8 +316,8 @@ class HostSource(ABC):
         Raises `HostLostError` or another error if there can be none.
         """
 
-    def cause(self) -> None:  # noqa: B027 - a default
-        """Raises the cause of the end of the host's connection, if something else than its end is known."""
+    def cause(self) -> HostLostError | None:  # noqa: B027 - a default
+        """Returns the cause of the end of the host's connection, if more than its end is known."""
 
     def end(self) -> None:  # noqa: B027 - a default
         """Ends the host, if the end of its connection is not enough."""
@@ -342,7 +327,6 @@ class HostLink:
     """A host that runs some neighbouring workers of a pool, from its start to its end.
 
     Args:
-        map_segment: Maps the pool's segment, given its file descriptor and layout.
         predecessor: Lost link that this one replaces.
 
     Attributes:
@@ -353,25 +337,14 @@ class HostLink:
     """
 
     def __init__(
-        self,
-        source: HostSource,
-        *,
-        workers: range,
-        slices: Slices,
-        config: PoolConfig,
-        wake_pipe: WakePipe,
-        map_segment: Callable[[int, Layout], Arrays],
-        predecessor: HostLink | None,
+        self, launcher: HostLauncher, source: HostSource, workers: range, predecessor: HostLink | None
     ) -> None:
         self.lost = False
         self.ahead = 0
-        self._source = source
         self.workers = workers
-        self.slices = slices
-        self._config = config
-        self._wake_pipe = wake_pipe
-        self._map_segment = map_segment
-        self._predecessor = predecessor
+        self.slices = launcher.slices[workers.start : workers.stop]
+        self._launcher = launcher
+        self._source = source
         self._node = ""  # once the host has dialled in
         self._connection: Connection | None = None
         self._shipper: Shipper | None = None  # once a worker attaches
@@ -382,7 +355,8 @@ class HostLink:
         # replaces this one starts only after `lose`.
         self._lock = threading.Lock()
         self._receiver: threading.Thread | None = None
-        self._relayer = _start_thread(self._run)
+        after = None if predecessor is None else predecessor._relayer
+        self._relayer = _start_thread(partial(self._run, after))
 
     @property
     def node(self) -> str:
@@ -392,7 +366,7 @@ class HostLink:
     # --- Called by the supervisor and the launcher, from any thread --------------------------------
 
     def launch(self, worker: int, incarnation: int) -> RemoteWorker:
-        remote = RemoteWorker(self, worker, incarnation, self._wake_pipe)
+        remote = RemoteWorker(self, worker, incarnation, self._launcher.wake_pipe)
         with self._lock:
             self._remotes[worker, incarnation] = remote
             if self.lost:
@@ -407,7 +381,8 @@ class HostLink:
             if remote.ended():
                 raise EOFError
             if isinstance(message, Attach) and self._shipper is None:
-                self._shipper = Shipper(self, message, self._map_segment(descriptors[0], message.layout))
+                arrays = self._launcher.map_segment(descriptors[0], message.layout)
+                self._shipper = Shipper(self, message, arrays)
                 assert self._connection is not None
                 self._connection.max_rows = self._shipper.max_rows
         self._to_relay.put(partial(self._relay, remote, message, pickled))
@@ -461,18 +436,17 @@ class HostLink:
 
     # --- The thread that waits for the host and relays messages ------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, after: threading.Thread | None) -> None:
         try:
-            if self._predecessor is not None:  # it might still start a host, on our resources
-                self._predecessor._relayer.join()
-                self._predecessor = None
+            if after is not None:  # the predecessor might still start a host, on our resources
+                after.join()
             host = self._source.start(self._check_needed)
             with self._lock:
                 self._node, self._connection = host.node, host.connection
                 if self.lost:  # `lose` ran before there was a connection to break off
                     host.connection.break_off()
             self.ahead = _measure_clock_offset(host.connection)
-            self._call("init", self.workers, self.slices, self._config)
+            self._call("init", self.workers, self.slices, self._launcher.config)
             self._receiver = _start_thread(partial(self._receive_all, host.connection))
             while True:
                 relay = self._to_relay.get()
@@ -558,14 +532,7 @@ class HostLink:
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, EOFError | OSError) and not self.lost:
-            text = f"was lost: its connection ended: {error}"
-            error = HostLostError(text)
-            try:
-                self._source.cause()
-            except HostLostError as cause:
-                error = cause
-            except OSError:  # what the host knows of the same end
-                pass
+            error = self._source.cause() or HostLostError(f"was lost: its connection ended: {error}")
         if isinstance(error, HostLostError):
             self.lose(str(error))
         else:
@@ -610,12 +577,11 @@ class HostLauncher(Launcher):
         config: PoolConfig,
         make_source: Callable[[int, range], HostSource],
     ) -> None:
-        self._group_of = {worker: number for number, group in enumerate(groups) for worker in group}
+        self.slices = slices
+        self.config: PoolConfig = config.for_workers()
+        self.wake_pipe: WakePipe = WakePipe()
         self._groups = groups
-        self._slices = slices
-        self._config = config.for_workers()
         self._make_source = make_source
-        self._wake_pipe: WakePipe | None = None  # once a worker is launched
         self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
         self._links: dict[int, HostLink] = {}  # latest link of each host, by number
         self._incarnations: Counter[int] = Counter()  # by worker
@@ -629,37 +595,22 @@ class HostLauncher(Launcher):
         return tuple(parts)
 
     def launch(self, worker: int) -> tuple[RemoteWorker, RemoteWorker]:
-        if self._wake_pipe is None:
-            self._wake_pipe = WakePipe()
         self._incarnations[worker] += 1
-        number = self._group_of[worker]
-        link, members = self._links.get(number), self._groups[number]
+        number, group = next(each for each in enumerate(self._groups) if worker in each[1])
+        link = self._links.get(number)
         if link is None or link.lost:
-            self.check_replaceable(link is not None)
-            link = self._links[number] = HostLink(
-                self._make_source(number, members),
-                workers=members,
-                slices=self._slices[members.start : members.stop],
-                config=self._config,
-                wake_pipe=self._wake_pipe,
-                map_segment=self._map_segment,
-                predecessor=link,
-            )
+            link = self._links[number] = HostLink(self, self._make_source(number, group), group, link)
         remote = link.launch(worker, self._incarnations[worker])
         return remote, remote
-
-    def check_replaceable(self, is_lost: bool) -> None:
-        """Raises `ConnectionError` if no host can be started, or no lost one replaced."""
 
     def close(self) -> None:
         for link in self._links.values():
             link.close(timeout=1)
         self._links.clear()
         self._arrays = None
-        if self._wake_pipe is not None:
-            self._wake_pipe.close()
+        self.wake_pipe.close()
 
-    def _map_segment(self, descriptor: int, layout: Layout) -> Arrays:
+    def map_segment(self, descriptor: int, layout: Layout) -> Arrays:
         """Maps the pool's segment, once for all links, because each mapping holds a descriptor."""
         if self._arrays is None:
             self._arrays = attach_segment(descriptor, layout)

@@ -117,7 +117,7 @@ def links(envs: jaxvec.VectorEnv | Pool) -> list[Any]:
 
 def placement(envs: jaxvec.VectorEnv | Pool) -> Any:
     """Returns where Ray has placed the actors of a pool."""
-    return workers(envs)._launcher._placement
+    return workers(envs)._launcher.placement
 
 
 # --- Slices and compatibility APIs ----------------------------------------------------------------------
