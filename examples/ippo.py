@@ -283,7 +283,7 @@ def train(config: Config, run: Run) -> None:
     with jaxvec.make(lambda: PettingZooEnv(module.parallel_env()), config.num_envs, **options) as envs:
         names = envs.get_attr("possible_agents")[0]
         agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
-        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs)
+        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
         program = jax.jit(partial(agent.train, run))
         with run.signals():
             run.show("compiling")

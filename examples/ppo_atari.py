@@ -338,7 +338,7 @@ def train(config: Config, run: Run) -> None:
     """Trains, or continues a run, and writes its folder."""
     with make_envs(config) as envs:
         agent = Agent(config, envs.single_action_space)
-        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs)
+        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
         program, stop = jax.jit(partial(agent.train, run)), False
         with run.signals():
             run.show("compiling")

@@ -269,7 +269,7 @@ def train(config: Config, run: Run) -> None:
     options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
     with jaxvec.make(config.env, config.num_envs, **options) as envs:
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
-        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs)
+        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
         program = jax.jit(partial(agent.train, run))
         with run.signals():
             run.show("compiling")

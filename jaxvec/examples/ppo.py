@@ -306,7 +306,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         _, timestep, _ = jax.lax.while_loop(unfinished, body, (handle, timestep, 0))
         return timestep.info["episode_return"].mean()
 
-    state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs)
+    state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
     program, score, stop = jax.jit(repeat), jax.jit(evaluate), False
     with run.signals():
         run.show("compiling")

@@ -26,10 +26,10 @@ import search
 from flax import linen as nn
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
+from support.runs import assert_same_params, load_params
 
 import jaxvec
 from jaxvec.logging import Run
-from support.runs import assert_same_params, load_params
 
 KEY = jax.random.key(0)
 

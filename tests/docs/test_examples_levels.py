@@ -1,16 +1,15 @@
 """The examples of levels and of several agents: `plr` and `ippo`."""
 
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import plr
 import pytest
+from support.runs import assert_same_params
 
 import jaxvec
-from support.runs import assert_same_params
 
 KEY = jax.random.key(0)
 

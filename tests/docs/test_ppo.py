@@ -17,11 +17,11 @@ import ppo_mujoco
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from support.runs import assert_same_params, load_params
 
 from jaxvec.cli._main import main as command_line
 from jaxvec.examples import ppo
 from jaxvec.normalize import RunningMeanStd
-from support.runs import assert_same_params, load_params
 
 SMALL = [
     *("--num-envs", "4", "--num-workers", "1", "--num-steps", "16", "--num-minibatches", "2"),

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.runs import load_params
 
 import jaxvec
 from jaxvec.logging import Episodes, Run
-from support.runs import load_params
 
 
 class LivesEnv(gymnasium.Wrapper):
