@@ -137,10 +137,10 @@ def _workers(recipe: WorkerRecipe, cluster: RayCluster | Remote | None, *, learn
     dispatch = "portable" if portable else base.choose_dispatch(dispatch)
     if config.backend == "serial":
         return SerialWorkers(recipe, dispatch=dispatch, budget=budget, learn_info=learn_info)
-    if config.debug and not debugger.has_terminal():
+    if config.debug and not debugger.find_place():
         raise RuntimeError(
             "debug=True opens pdb at the program's terminal, but this program is in the foreground of none; "
-            'start it in a terminal, or use backend="serial", which also works in a notebook'
+            'start it in a terminal or a notebook, or use backend="serial"'
         )
     launcher: Launcher
     if cluster is None:

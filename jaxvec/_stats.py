@@ -214,20 +214,10 @@ def read(
     rows: NDArray[np.int64], restarts: Sequence[int], processes: Sequence[ProcessStats | None]
 ) -> tuple[WorkerStats, ...]:
     """Returns the statistics in the workers' rows `[num_workers, WIDTH]`, with the counts of the parent."""
-    return tuple(
-        WorkerStats(
-            steps=row[STEPS],
-            episodes=row[EPISODES],
-            resets=row[RESETS],
-            faults=row[FAULTS],
-            restarts=count,
-            recycled=row[RECYCLED],
-            step_time=row[STEP_NS] / 1e9,
-            reset_time=row[RESET_NS] / 1e9,
-            wait_time=row[WAIT_NS] / 1e9,
-            state_bytes=row[STATE_BYTES],
-            simulated=row[SIMULATED],
-            process=process,
-        )
-        for row, count, process in zip(rows.tolist(), restarts, processes, strict=True)
-    )
+    found: list[WorkerStats] = []
+    for row, restarted, process in zip(rows.tolist(), restarts, processes, strict=True):
+        steps, episodes, resets, faults, step_ns, reset_ns, wait_ns, size, simulated = row[:PID]
+        counts = steps, episodes, resets, faults, restarted, row[RECYCLED]  # in the order of the fields
+        times = step_ns / 1e9, reset_ns / 1e9, wait_ns / 1e9
+        found.append(WorkerStats(*counts, *times, size, simulated, process))
+    return tuple(found)

@@ -21,7 +21,6 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Client
 from random import Random
 from time import monotonic_ns
 from typing import Any, cast
@@ -497,7 +496,7 @@ class EnvSlice(Slice):
         `inexact` is the known reason why the states of the envs are not exact, or empty. Then, running
         episodes are `cut`, or continued by `host`.
         """
-        indices = range(len(self._slots.envs))
+        slots, indices = self._slots, range(len(self._slots.envs))
         if not inexact:
             try:
                 for index in indices:
@@ -510,26 +509,21 @@ class EnvSlice(Slice):
         if cut:
             return HandedOver(None, inexact)
         # Envs between two episodes need not stay.
-        guests = [
-            each for each in indices if self._slots.was_reset(each) and not self._episodes.is_over(each)
-        ]
+        guests = [each for each in indices if slots.was_reset(each) and not self._episodes.is_over(each)]
         for index in guests:
-            self._slots.set_buffer(index, lend=False)
-        packed = self._pack_slots(guests)
-        if not guests:
-            return HandedOver(packed, inexact)
-        self._host = Host({index: self._slots.envs[index] for index in guests})
-        return HandedOver(packed, inexact, self._host.address)
+            slots.set_buffer(index, lend=False)
+        if guests:
+            self._host = Host({index: slots.envs[index] for index in guests})
+        return HandedOver(self._pack_slots(guests), inexact, self._host.address if guests else None)
 
     def host(self) -> None:
         """Steps envs for the new process to the ends of their episodes."""
         self._host.serve()
 
     def take_over(self, handed: HandedOver) -> None:
-        """Continues from the message of `hand_over`."""
         assert handed.data is not None
         slots, guests, kept, self._unverified, self._rows.given = pickle.loads(handed.data)
-        connection: Any = handed.host and Client(handed.host.name, "AF_UNIX", handed.host.key)
+        connection: Any = handed.host and handed.host.connect()
         for index, state in enumerate(slots):
             self._restore_slot(index, state, moved=True)
         for index in guests:

@@ -28,21 +28,8 @@ import gymnasium
 from jaxvec import _stats
 from jaxvec._envs.envs import Env
 from jaxvec._errors import EnvStateError
+from jaxvec._snapshots import nodes
 from jaxvec._snapshots.ale import watch_ale
-from jaxvec._snapshots.nodes import (
-    NOTHING,
-    CannotCopy,
-    Fields,
-    Node,
-    Restorer,
-    Saver,
-    Shared,
-    TakenAsAWhole,
-    compare_fields,
-    layer_nodes,
-    restore_layer,
-    save_layer,
-)
 from jaxvec._snapshots.pickling import dumps
 from jaxvec._snapshots.snapshot import IncrementalSnapshot, difference, find
 from jaxvec._spec import KeyPath
@@ -159,7 +146,7 @@ class EnvState:
     """The immutable result of `StatefulEnv.save`. It pickles if everything in the env does."""
 
     kinds: tuple[str, ...]  # the names of the classes of the wrappers, outermost first, and of the env
-    layers: list[Fields]  # the attributes of each of them
+    layers: list[nodes.Fields]  # the attributes of each of them
     own: Any  # a snapshot of the result of `get_state`; `None` without such a method
 
 
@@ -180,7 +167,7 @@ class StatefulEnv:
         self.env = env
         self._functions = functions
         self._trust = trust
-        self._shared: Shared = {}
+        self._shared: nodes.Shared = {}
         self._walked: set[int] = set()  # ids of containers with parts that are also reached from elsewhere
         self._find_layers()
         watch_ale(self._layers[-1])
@@ -204,38 +191,38 @@ class StatefulEnv:
             try:
                 fields, own = self._walk()
                 break
-            except TakenAsAWhole as error:
+            except nodes.TakenAsAWhole as error:
                 self._walked.add(id(error.container))
         if self._incremental is not None:
             self._incremental.note(fields)
         return EnvState(self._kinds, fields, own)
 
-    def _walk(self) -> tuple[list[Fields], Any]:
+    def _walk(self) -> tuple[list[nodes.Fields], Any]:
         """Saves the attributes of each layer, and the result of `get_state`."""
         base, functions, methods = self._layers[-1], self._functions, self._methods
-        saver = Saver(find, self._nodes.copy(), self._shared, walked=self._walked, trust=self._trust)
-        layers: list[Fields] = []
+        saver = nodes.Saver(find, self._nodes.copy(), self._shared, walked=self._walked, trust=self._trust)
+        layers: list[nodes.Fields] = []
         own: Any = None
         layer: Any = base
         try:
             for layer in self._layers:
                 if layer is not base:
-                    layers.append(save_layer(saver, layer))
+                    layers.append(nodes.save_layer(saver, layer))
                 elif functions is not None:
                     held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
                     layers.append(({}, {name: saver.value(value) for name, value in held.items()}, -1))
                     own = saver.value(functions[0](self.env))
                 elif methods is None:
-                    layers.append(save_layer(saver, base))
+                    layers.append(nodes.save_layer(saver, base))
                 else:
                     if isinstance(base, gymnasium.Wrapper):
-                        layers.append(NOTHING)  # its `get_state` covers the env inside, too
+                        layers.append(nodes.NOTHING)  # its `get_state` covers the env inside, too
                     else:
                         saver.lenient = True
-                        layers.append(save_layer(saver, base))
+                        layers.append(nodes.save_layer(saver, base))
                         saver.lenient = False
                     own = saver.value(methods[0](base))
-        except CannotCopy as error:
+        except nodes.CannotCopy as error:
             path = f"{type(layer).__name__}." + "".join(
                 name if name.startswith("[") or not number else f".{name}"
                 for number, name in enumerate(error.path)
@@ -273,7 +260,7 @@ class StatefulEnv:
                 "restore it into an env that the same function made"
             )
         base = layers[-1]
-        restorer = Restorer(layers)
+        restorer = nodes.Restorer(layers)
         try:
             # `set_state` first, so that the saved attributes overwrite its side effects.
             if self._functions is not None:
@@ -281,8 +268,8 @@ class StatefulEnv:
             elif self._methods is not None:
                 self._methods[1](base, restorer.value(state.own, None))
             for layer, fields in zip(layers, state.layers, strict=True):
-                restore_layer(restorer, layer, fields)
-        except CannotCopy as error:
+                nodes.restore_layer(restorer, layer, fields)
+        except nodes.CannotCopy as error:
             raise EnvStateError(
                 f"cannot restore {type(base).__name__}: {error.what}. {error.advice or _ADVICE}"
             ) from error
@@ -340,7 +327,7 @@ class StatefulEnv:
         attributes_only = self._functions is None and self._methods is None
         self._incremental = IncrementalSnapshot(self._layers) if attributes_only else None
         self._nodes: dict[int, Any] = dict(
-            zip(map(id, self._layers), layer_nodes(len(self._layers)), strict=True)
+            zip(map(id, self._layers), nodes.layer_nodes(len(self._layers)), strict=True)
         )
 
     def _update_layers(self) -> None:
@@ -451,7 +438,7 @@ class Recording:
 
 
 def _value(result: Any) -> Any:
-    return Saver(find, {}, {}, lenient=True).value(result)
+    return nodes.Saver(find, {}, {}, lenient=True).value(result)
 
 
 def _reset(env: Env, seed: int) -> None:
@@ -487,14 +474,14 @@ def _without_times(info: Any) -> Any:
         if key == "episode" and hasattr(item, "pairs")
         else item
         for key, item in pairs
-        if not isinstance(key, Node)
+        if not isinstance(key, nodes.Node)
     }
 
 
 def _differing_attribute(one: EnvState, other: EnvState) -> str | None:
     """Returns the first attribute in which two states of an env differ; `None` if they are equal."""
     for kind, mine, its in zip(one.kinds, one.layers, other.layers, strict=True):
-        for name, value, its_value in compare_fields(mine, its):
+        for name, value, its_value in nodes.compare_fields(mine, its):
             where = difference(value, its_value)
             if where is not None:
                 return f"{kind.rpartition('.')[2]}{name}{where}"

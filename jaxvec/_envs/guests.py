@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
 from jaxvec._envs.envs import Env, find_attr
@@ -24,8 +24,25 @@ from jaxvec._util import add_note, dumps
 
 
 class Address(NamedTuple):
-    name: str  # of the socket at which a `Host` waits for the new process; it is no file
+    name: str  # of a socket, which is no file
     key: bytes
+
+    def connect(self) -> Connection:
+        return Client(self.name, "AF_UNIX", self.key)
+
+
+class Entrance:
+    """A socket at which one other process of this machine can connect, if it has the address."""
+
+    def __init__(self) -> None:
+        self.address = Address(f"\0jaxvec-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(32))
+        self._listener = Listener(self.address.name, "AF_UNIX", authkey=self.address.key)
+
+    def accept(self) -> Connection:
+        with self._listener:
+            while True:
+                with suppress(AuthenticationError):  # a stranger
+                    return self._listener.accept()
 
 
 class Guest:
@@ -40,12 +57,11 @@ class Guest:
         return self.run(_call_attr, "step", action)
 
     def close(self) -> None:
-        """Ends the borrowing. The other process closes its envs after the last one."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the other process closes its envs after the last one
             self.run(None)
 
     def run(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of `function(env, *args, **kwargs)`, which the other process calls."""
+        """Returns `function(env, *args, **kwargs)`, called in its process; `None` ends the borrowing."""
         try:
             self._connection.send_bytes(dumps((self._index, function, args, kwargs)))
             error, result = pickle.loads(self._connection.recv_bytes())
@@ -62,7 +78,6 @@ def call(function: Callable[..., Any], env: Any, *args: Any) -> Any:
 
 
 def find_callable(env: Any, name: str) -> Any:
-    """Returns an attribute of an env, or a function that calls it in the process of the env."""
     return partial(env.run, _call_attr, name) if type(env) is Guest else find_attr(env, name)
 
 
@@ -75,34 +90,25 @@ class Host:
     """The other end of guests, by their index in the slice."""
 
     def __init__(self, envs: Mapping[int, Env]) -> None:
-        self._left = dict(envs)
-        self.address = Address(f"\0jaxvec-{os.getpid()}-{secrets.token_hex(8)}", secrets.token_bytes(32))
-        self._listener = Listener(self.address.name, "AF_UNIX", authkey=self.address.key)
+        self._left, self._entrance = dict(envs), Entrance()
+        self.address = self._entrance.address
 
     def serve(self) -> None:
         """Answers requests until all guests have ended, or their process has. The caller closes the envs."""
-        while True:
-            with suppress(AuthenticationError):  # a stranger
-                connection = self._listener.accept()
-                break
-        self._listener.close()
-        with connection, suppress(EOFError, OSError):
+        with self._entrance.accept() as connection, suppress(EOFError, OSError):
             while self._left:
                 index, function, args, kwargs = pickle.loads(connection.recv_bytes())
                 error = result = None
-                if function is None:
-                    del self._left[index]
-                else:
-                    try:
-                        result = function(self._left[index], *args, **kwargs)
-                    except BaseException as raised:
-                        error = raised
+                try:
+                    env = self._left[index] if function else self._left.pop(index)
+                    result = function and function(env, *args, **kwargs)
+                except BaseException as raised:
+                    trace = "".join(traceback.format_exception(raised))
+                    add_note(error := raised, f"In the old process of the env:\n{trace}")
                 connection.send_bytes(_pack(error, result))
 
 
 def _pack(error: BaseException | None, result: Any) -> bytes:
-    if error is not None:
-        add_note(error, "In the old process of the env:\n" + "".join(traceback.format_exception(error)))
     try:
         packed: bytes = dumps((error, result))
         pickle.loads(packed)  # an exception may pickle, and not unpickle

@@ -29,18 +29,7 @@ from jaxvec._dispatch.channel import WAKE, Channel, adopt_channel, channel_pair,
 from jaxvec._dispatch.dispatch import ParentDispatch, time_left
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
-from jaxvec._remote.wire import (
-    MESSAGE,
-    ROWS,
-    Connection,
-    HostFailure,
-    Payload,
-    ProcessEnd,
-    WireFormat,
-    WorkerMessage,
-    dial,
-    versions,
-)
+from jaxvec._remote import wire
 from jaxvec._util import dumps, usable_cores
 from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
 from jaxvec._workers.process import LocalLauncher
@@ -88,7 +77,7 @@ class WorkerHost:
         self.max_rows = 0  # bytes of the largest request, by the layout
         self._arrays: Arrays | None = None
         self._requests: list[NDArray[np.int64]] = []  # slots of each request that `run` has not yet yielded
-        self._messages: list[WorkerMessage | HostFailure] = []  # for `run` to yield
+        self._messages: list[wire.WorkerMessage | wire.HostFailure] = []  # for `run` to yield
 
     def call(self, name: str, *args: Any) -> None:
         """Calls a method by name. The pool does not wait for the call, so `run` yields its error."""
@@ -129,7 +118,7 @@ class WorkerHost:
             process.end()
 
     def send(
-        self, worker: int, incarnation: int, pickled: bytes | None, inherited: Payload | None = None
+        self, worker: int, incarnation: int, pickled: bytes | None, inherited: wire.Payload | None = None
     ) -> None:
         """Relays a message to a worker's process, or closes the control socket for `None`.
 
@@ -150,7 +139,7 @@ class WorkerHost:
             self._dispatch.notify_worker(worker)  # first: sending a long message needs a reader
         worker_slot.outbox.put((incarnation, message, descriptors))
 
-    def move(self, verb: Verb, request: Payload) -> None:
+    def move(self, verb: Verb, request: wire.Payload) -> None:
         """Dispatches slots to their workers."""
         slots = self._wire.requests[verb].unpack(request)
         # Forward first: until then the slots look completed, and `run` would yield them.
@@ -162,10 +151,10 @@ class WorkerHost:
     def fail(self, why: str) -> None:
         """Reports to the pool why the host can't continue."""
         with self._lock:
-            self._messages.append(HostFailure(why))
+            self._messages.append(wire.HostFailure(why))
         self._wake_run()
 
-    def run(self) -> Generator[Payload | WorkerMessage | HostFailure]:
+    def run(self) -> Generator[wire.Payload | wire.WorkerMessage | wire.HostFailure]:
         """Yields rows and messages of the workers; a message follows all rows completed before it."""
         reported = np.zeros(0)  # the latest `running` marks that were yielded
         while True:
@@ -251,7 +240,7 @@ class WorkerHost:
                     self._vacate(worker)
                     continue
                 if message is not WAKE:
-                    self._messages.append(WorkerMessage(worker, worker_slot.incarnation, message))
+                    self._messages.append(wire.WorkerMessage(worker, worker_slot.incarnation, message))
         return woken or bool(self._messages)
 
     def _take_completed(self, *, partly: bool) -> NDArray[np.int64]:
@@ -288,14 +277,15 @@ class WorkerHost:
         worker_slot = self._worker_slots[worker]
         assert worker_slot.process is not None
         lends = worker_slot.process in worker_slot.lenders
-        end = ProcessEnd(None, "was recycled") if lends else ProcessEnd(*worker_slot.process.ending())
-        self._messages.append(WorkerMessage(worker, worker_slot.incarnation, end))
+        ending = (None, "was recycled") if lends else worker_slot.process.ending()
+        end = wire.ProcessEnd(*ending)
+        self._messages.append(wire.WorkerMessage(worker, worker_slot.incarnation, end))
         channel, worker_slot.dead_socket = dead_socket()
         worker_slot.channel.break_off()  # wakes `_send_all`
         worker_slot.channel.replace(channel)
         worker_slot.process = None
 
-    def _attach(self, attach: Attach, inherited: Payload | None) -> Attach:
+    def _attach(self, attach: Attach, inherited: wire.Payload | None) -> Attach:
         """Returns the message adapted to this node; creates the segment at the first call."""
         # This node may lack the native library, whatever the pool's own dispatch is.
         kind = choose_dispatch("portable" if attach.dispatch == "portable" else "auto")
@@ -304,7 +294,7 @@ class WorkerHost:
             arrays = attach_segment(self._segment, attach.layout)
             self._marks = Marks.of(arrays)
             self._requested = np.zeros_like(self._marks.requested)  # received requests, for `forward`
-            self._wire = WireFormat(
+            self._wire = wire.WireFormat(
                 attach.spec, arrays, self._workers, requested=self._requested, answered=self._marks.completed
             )
             self.max_rows = max(packer.max_bytes for packer in self._wire.requests.values())
@@ -365,11 +355,11 @@ def serve_pool(
         RejectedError: The pool needs other versions.
         OSError, EOFError: The pool can't be reached, or lacks the key, or the connection was lost.
     """
-    hello = {"node": node, "cores": usable_cores(), "max_envs": max_envs, "token": token, **versions()}
+    hello = {"node": node, "cores": usable_cores(), "max_envs": max_envs, "token": token, **wire.versions()}
     deadline = time.monotonic() + wait
     while True:
         try:
-            connection = dial(address, key, hello, context)
+            connection = wire.dial(address, key, hello, context)
             break
         except (ConnectionRefusedError, TimeoutError) as error:
             if time_left(deadline) <= 0:
@@ -385,13 +375,13 @@ def serve_pool(
                 return
             if name == "init":
                 break
-            connection.send(MESSAGE, dumps(_clock()))
+            connection.send(wire.MESSAGE, dumps(_clock()))
         serve(WorkerHost(*args), connection)
     finally:
         connection.close()
 
 
-def serve(host: WorkerHost, connection: Connection) -> None:
+def serve(host: WorkerHost, connection: wire.Connection) -> None:
     """Serves a host until its pool closes; raises `EOFError` or `OSError` if the connection is lost."""
     lost: list[Exception] = []
     receiver = threading.Thread(target=_serve_requests, args=(host, connection, lost), daemon=True)
@@ -399,9 +389,9 @@ def serve(host: WorkerHost, connection: Connection) -> None:
     with suppress(OSError):  # the pool has closed, or is lost; the receiver knows
         for each in host.run():
             if isinstance(each, np.ndarray):
-                connection.send(ROWS, each.data)
+                connection.send(wire.ROWS, each.data)
             else:
-                connection.send(MESSAGE, dumps(each))
+                connection.send(wire.MESSAGE, dumps(each))
     connection.break_off()
     receiver.join()
     host.end_all()
@@ -409,12 +399,12 @@ def serve(host: WorkerHost, connection: Connection) -> None:
         raise lost[0]
 
 
-def _serve_requests(host: WorkerHost, connection: Connection, lost: list[Exception]) -> None:
+def _serve_requests(host: WorkerHost, connection: wire.Connection, lost: list[Exception]) -> None:
     try:
         while True:
             frame_type, data = connection.receive()
-            if frame_type != MESSAGE:
-                host.call("move", Verb(frame_type - ROWS), data)
+            if frame_type != wire.MESSAGE:
+                host.call("move", Verb(frame_type - wire.ROWS), data)
                 continue
             name, args = pickle.loads(data.data)
             if name == "close":

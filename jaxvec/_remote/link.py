@@ -33,17 +33,7 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import verbs_of
 from jaxvec._envs.failures import Report
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
-from jaxvec._remote.wire import (
-    MESSAGE,
-    ROWS,
-    Connection,
-    Host,
-    HostFailure,
-    Payload,
-    ProcessEnd,
-    WireFormat,
-    WorkerMessage,
-)
+from jaxvec._remote import wire
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Process, Slices, worker_end
 from jaxvec._workers.worker import Attach, Reply, Retire
@@ -90,7 +80,7 @@ class RemoteWorker(Process, ParentChannel):
         # thread that receives pops without it.
         self._inbox: deque[Any] = deque()
         self._has_ended = threading.Event()
-        self._end = ProcessEnd(None, "ended")
+        self._end = wire.ProcessEnd(None, "ended")
 
     # --- Process -----------------------------------------------------------------------------------
 
@@ -157,7 +147,7 @@ class RemoteWorker(Process, ParentChannel):
             self._wake_pipe.put()
             self._inbox.append(message)
 
-    def mark_ended(self, end: ProcessEnd) -> None:
+    def mark_ended(self, end: wire.ProcessEnd) -> None:
         """Records the end of the process, once, and queues the end of file."""
         if not self.ended():
             self._end = end
@@ -203,7 +193,7 @@ class Shipper:
         first = link.workers[0]  # its doorbell is rung for all workers; see `HostLauncher.partition`
         self._marks = Marks.of(arrays)
         self._answered = np.zeros_like(self._marks.completed)  # the request that each received row answers
-        self._format = WireFormat(
+        self._format = wire.WireFormat(
             attach.spec, arrays, link.workers, requested=self._marks.requested, answered=self._answered
         )
         self.max_rows = self._format.results.max_bytes
@@ -227,7 +217,7 @@ class Shipper:
         )
         self._thread = _start_thread(self._run)
 
-    def attach(self, worker: int, send: Callable[[Payload | None], Any], *, replaces: bool) -> None:
+    def attach(self, worker: int, send: Callable[[wire.Payload | None], Any], *, replaces: bool) -> None:
         """Sends `Attach` to a worker with `send`, and from then on ships the worker's slots.
 
         If the worker replaces one that was lost with its host, `send` gets the rows that the new one
@@ -256,14 +246,14 @@ class Shipper:
             for verb, packer in self._format.requests.items():
                 slots = due[attached & (verbs_of(requested) == int(verb))]
                 if slots.size:
-                    self._link.ship(ROWS + verb, packer.pack(slots).data)
+                    self._link.ship(wire.ROWS + verb, packer.pack(slots).data)
 
     def wake(self, message: Any = WAKE) -> None:
         """Lets the thread look for requests, or end if the message is `None`."""
         self._channel.put(message)
         self._requests.notify_worker()
 
-    def post(self, rows: Payload) -> None:
+    def post(self, rows: wire.Payload) -> None:
         """Writes received rows. Completes each slot if its row answers the slot's latest request."""
         slots = self._format.results.unpack(rows)
         requested, completed = self._marks.requested[slots], self._marks.completed[slots]
@@ -310,7 +300,7 @@ class HostSource(ABC):
     place = "no host yet"
 
     @abstractmethod
-    def start(self, check: Callable[[], None]) -> Host:
+    def start(self, check: Callable[[], None]) -> wire.Host:
         """Waits for a host, and calls `check` meanwhile, which raises if it is not needed any more.
 
         Raises `HostLostError` or another error if there can be none.
@@ -346,7 +336,7 @@ class HostLink:
         self._launcher = launcher
         self._source = source
         self._node = ""  # once the host has dialled in
-        self._connection: Connection | None = None
+        self._connection: wire.Connection | None = None
         self._shipper: Shipper | None = None  # once a worker attaches
         self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
         self._to_relay: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -370,7 +360,7 @@ class HostLink:
         with self._lock:
             self._remotes[worker, incarnation] = remote
             if self.lost:
-                remote.mark_ended(ProcessEnd(None, "ended"))
+                remote.mark_ended(wire.ProcessEnd(None, "ended"))
         self._to_relay.put(lambda: self._call("launch", worker, incarnation))
         return remote
 
@@ -418,7 +408,7 @@ class HostLink:
                 return
             self.lost = True
             for remote in self._remotes.values():
-                remote.mark_ended(ProcessEnd(None, why))
+                remote.mark_ended(wire.ProcessEnd(None, why))
         self._to_relay.put(lambda: None)  # wakes the relaying thread, which sees `lost`
         if self._connection is not None:
             if closes:  # in a thread, as the host may read nothing
@@ -467,7 +457,7 @@ class HostLink:
 
     def _call(self, name: str, *args: Any) -> None:
         """Calls a method of the `WorkerHost`, after all earlier calls and requests."""
-        self.ship(MESSAGE, dumps((name, args)))
+        self.ship(wire.MESSAGE, dumps((name, args)))
 
     def _relay(self, remote: RemoteWorker, message: Any, pickled: bytes | None) -> None:
         send = partial(self._call, "send", remote.worker, remote.incarnation, pickled)
@@ -481,17 +471,17 @@ class HostLink:
 
     # --- The thread that receives ------------------------------------------------------------------
 
-    def _receive_all(self, connection: Connection) -> None:
+    def _receive_all(self, connection: wire.Connection) -> None:
         try:
             while True:
                 frame_type, data = connection.receive()
-                item = pickle.loads(data.data) if frame_type == MESSAGE else data
-                if isinstance(item, HostFailure):
+                item = pickle.loads(data.data) if frame_type == wire.MESSAGE else data
+                if isinstance(item, wire.HostFailure):
                     raise HostLostError(item.why)
                 with self._lock:
                     if self.lost:
                         continue
-                    if isinstance(item, WorkerMessage):
+                    if isinstance(item, wire.WorkerMessage):
                         self._receive(item)
                     else:
                         assert self._shipper is not None
@@ -501,11 +491,11 @@ class HostLink:
         finally:
             connection.close()
 
-    def _receive(self, received: WorkerMessage) -> None:
+    def _receive(self, received: wire.WorkerMessage) -> None:
         """Delivers a worker's message; under the lock."""
         remote = self._remotes[received.worker, received.incarnation]
         message = received.message
-        if isinstance(message, ProcessEnd):
+        if isinstance(message, wire.ProcessEnd):
             remote.mark_ended(message)
             return
         if isinstance(message, Report):
@@ -539,12 +529,12 @@ class HostLink:
             self.lose(f"failed: {type(error).__name__}: {error}")
 
 
-def _measure_clock_offset(connection: Connection) -> int:
+def _measure_clock_offset(connection: wire.Connection) -> int:
     """Returns a host's monotonic clock minus this process's, in ns, to within half a round trip."""
     measured: list[tuple[int, int]] = []
     for _ in range(5):  # the fastest round trip gives the smallest error
         start = time.monotonic_ns()
-        connection.send(MESSAGE, pickle.dumps(("clock", ())))
+        connection.send(wire.MESSAGE, pickle.dumps(("clock", ())))
         remote = pickle.loads(connection.receive()[1].data)
         stop = time.monotonic_ns()
         measured.append((stop - start, remote - (start + stop) // 2))

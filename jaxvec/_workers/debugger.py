@@ -1,4 +1,4 @@
-"""Debugging of envs in worker processes: pdb at the program's terminal.
+"""Debugging of envs in worker processes: pdb at the program's terminal, or in its notebook.
 
     env calls breakpoint()
       -> WorkerDebugger (in the worker)   requests the terminal, and waits until it has it
@@ -7,7 +7,8 @@
       -> WorkerDebugger                   gives the terminal back, for the next worker or the program
 
 The worker holds the terminal only while pdb prompts. The foreground group is the answer to a request, so the
-worker needs to read no message in the middle of an env's step.
+worker needs to read no message in the middle of an env's step. In a notebook, the program connects to the
+worker instead: it prints what it receives, and calls `input` when the worker needs a line.
 
 `python -m jaxvec attach` (cli/_top.py) requests a prompt at its own terminal by a signal (stacks.py).
 """
@@ -15,6 +16,7 @@ worker needs to read no message in the middle of an env's step.
 from __future__ import annotations
 
 import bdb
+import ctypes
 import io
 import os
 import pdb
@@ -28,10 +30,12 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
 from typing import Any
 
 from jaxvec._envs.envs import EnvFailure, forked
+from jaxvec._envs.guests import Address, Entrance
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue
 
@@ -40,24 +44,30 @@ _POLL_INTERVAL = 0.02  # seconds
 _SKIPPED = "jaxvec._*", "gymnasium.core", "gymnasium.wrappers.*"  # modules in which pdb does not stop
 
 NO_TERMINAL = (
-    "breakpoint() in a worker process needs a terminal, and the program had none in its foreground when this "
-    'worker started. Run the program in a terminal, or use backend="serial", which runs the envs in the '
-    "program itself, also in a notebook"
+    "breakpoint() in a worker process needs a terminal, or a notebook with input boxes, and the program had "
+    "none in its foreground when this worker started. Run the program in a terminal or a notebook, or use "
+    'backend="serial", which runs the envs in the program itself'
 )
+_NO_INPUT = b"\0"  # in place of a line, from a kernel that runs without a person
 
 
 @dataclass(frozen=True)
 class WantTerminal:
     """Report of a worker that pdb prompts, or no longer does."""
 
-    group: int | None  # the worker's process group; 0 at another terminal; `None` at the end
+    # The worker's process group, or its address for a notebook; 0 at another terminal; `None` at the end.
+    place: int | Address | None
 
 
-def has_terminal() -> bool:
-    """Returns whether this process runs in the foreground of a terminal."""
+def find_place() -> str:
+    """Returns "notebook" or "terminal" if this process runs in one, in the foreground; else ""."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "kernel") and sys.platform == "linux":
+        return "notebook"
     with suppress(OSError), open_terminal() as terminal:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    return False
+        if os.tcgetpgrp(terminal) == os.getpgrp():
+            return "terminal"
+    return ""
 
 
 def post_mortem(failure: EnvFailure, debug: Callable[[TracebackType | None], None] = pdb.post_mortem) -> None:
@@ -84,7 +94,7 @@ class Terminal:
     """The program's terminal, lent to one worker at a time. The supervisor's lock `polling` guards it."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, int] = {}  # process groups by worker; the first gets the terminal, or has it
+        self._waiting: dict[int, int | Address] = {}  # by worker; the first gets the terminal, or has it
         self._lent: int | None = None  # the group that has it
         self._settings: list[Any] = []  # of the terminal before it was lent
 
@@ -93,23 +103,42 @@ class Terminal:
         """True while a worker has or wants a terminal."""
         return bool(self._waiting)
 
-    def note(self, worker: int, group: int | None) -> None:
+    def note(self, worker: int, place: int | Address | None) -> None:
         """Notes the report of a worker, or its end."""
         self._waiting.pop(worker, None)
-        if group is not None:
-            self._waiting[worker] = group
+        if place is not None:
+            self._waiting[worker] = place
         self.forward()
 
     def clear(self) -> None:
         self._waiting.clear()
         self.forward()
 
-    def forward(self) -> None:
+    def forward(self, check: Callable[[], None] | None = None) -> None:
         """Passes the terminal on to the next worker, or back.
 
-        Does nothing while the program is in the background. Later calls try again, after the shell's `fg`.
+        Does nothing while the program is in the background. Later calls try again, after the shell's `fg`. In
+        a notebook, it needs `check`, which may raise to end the wait, and returns after the prompt.
         """
         group = next(filter(None, self._waiting.values()), None)
+        if isinstance(group, Address):
+            if check is None:
+                return
+            with suppress(EOFError, OSError), group.connect() as connection:
+                # In a thread: this one may belong to a compiled program, where nothing could end `input`.
+                thread = threading.Thread(target=_relay, args=(connection,), daemon=True)
+                thread.start()
+                try:
+                    while thread.is_alive():
+                        thread.join(_POLL_INTERVAL)
+                        check()
+                except BaseException:
+                    self._waiting.clear()  # the worker ends its prompt, or is killed
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+                    )
+                    raise
+            return
         if group == self._lent:
             return
         with suppress(OSError, termios.error), open_terminal() as terminal:
@@ -128,14 +157,33 @@ class Terminal:
         self._lent = group
 
 
+def _relay(connection: Connection) -> None:
+    """Prints text of a worker, and answers each empty text with a line, until the worker disconnects."""
+    line = ""
+    with suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            while not connection.poll(_POLL_INTERVAL):  # not one long wait, which no exception could end
+                pass
+            if text := connection.recv_bytes().decode():
+                lines, newline, line = f"{line}{text}".rpartition("\n")
+                print(lines, end=newline, flush=True)
+                continue
+            try:
+                answer = f"{input(line)}\n".encode()
+            except NotImplementedError:
+                answer = _NO_INPUT
+            connection.send_bytes(answer)
+            line = ""
+
+
 # --- In a worker -----------------------------------------------------------------------------------------
 
 
 class WorkerDebugger:
     """The debugger of a worker process, which becomes the target of `breakpoint()`."""
 
-    def __init__(self, send: Callable[[WantTerminal], None], *, terminal: bool, worker: int) -> None:
-        self._send, self._has_terminal, self._worker = send, terminal, worker
+    def __init__(self, send: Callable[[WantTerminal], None], *, place: str, worker: int) -> None:
+        self._send, self._place, self._worker = send, place, worker
         self.env_id: Callable[[], int] = lambda: -1  # the env that runs now; -1 for none
         self._is_prompting = False
         self._session = ExitStack()  # of `attach`; closing it ends the session
@@ -177,7 +225,7 @@ class WorkerDebugger:
         if chosen not in ("", "pdb.set_trace") or forked:
             sys.__breakpointhook__(*args, **kwargs)
             return
-        if not self._has_terminal:
+        if not self._place:
             raise RuntimeError(NO_TERMINAL)
         _TerminalPdb(self._borrow, self._prompt).set_trace(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
@@ -189,33 +237,56 @@ class WorkerDebugger:
     def _borrow(self, terminal: int | None = None) -> Generator[None]:
         """Makes a terminal, or by default the program's, this process's standard input and output."""
         with ExitStack() as after:
-            group = os.getpgrp() if terminal is None else 0
-            terminal = after.enter_context(open_terminal()) if terminal is None else terminal
             after.callback(self._report, None)
-            self._report(group)
-            while group and os.tcgetpgrp(terminal) != group:
-                time.sleep(_POLL_INTERVAL)
             sys.stdout.flush()
-            for descriptor in (0, 1):
-                copy = os.dup(descriptor)
-                after.callback(os.close, copy)
-                after.callback(os.dup2, copy, descriptor)
-                os.dup2(terminal, descriptor)
             after.callback(setattr, sys, "stdin", sys.stdin)
             after.callback(setattr, sys, "stdout", sys.stdout)
-            # GNU readline edits only lines that come from the descriptors 0 and 1. Nothing is buffered, as it
-            # would go to the program's output if the terminal is closed.
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it closes nothing
-            sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)  # pyright: ignore
+            if terminal is None and self._place == "notebook":
+                entrance = Entrance()
+                self._report(entrance.address)
+                sys.stdin = sys.stdout = _NotebookStream(after.enter_context(entrance.accept()))
+            else:
+                group = os.getpgrp() if terminal is None else 0
+                terminal = after.enter_context(open_terminal()) if terminal is None else terminal
+                self._report(group)
+                while group and os.tcgetpgrp(terminal) != group:
+                    time.sleep(_POLL_INTERVAL)
+                for descriptor in (0, 1):
+                    copy = os.dup(descriptor)
+                    after.callback(os.close, copy)
+                    after.callback(os.dup2, copy, descriptor)
+                    os.dup2(terminal, descriptor)
+                # GNU readline edits only lines that come from the descriptors 0 and 1. Nothing is buffered:
+                # it would go to the program's output if the terminal is closed.
+                sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it closes nothing
+                sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)  # pyright: ignore
             if threading.current_thread() is threading.main_thread():
                 # No shell waits for SIGTSTP.
                 for number, handler in ((signal.SIGINT, _interrupt), (signal.SIGTSTP, signal.SIG_IGN)):
                     after.callback(signal.signal, number, signal.signal(number, handler))
             yield
 
-    def _report(self, group: int | None) -> None:
-        self._is_prompting = group is not None
-        self._send(WantTerminal(group))
+    def _report(self, place: int | Address | None) -> None:
+        self._is_prompting = place is not None
+        self._send(WantTerminal(place))
+
+
+class _NotebookStream(io.TextIOBase):
+    """Standard input and output of a worker that prompts in a notebook; see `_relay`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def write(self, text: str) -> int:
+        if text:
+            self._connection.send_bytes(text.encode(errors="replace"))
+        return len(text)
+
+    def readline(self, size: int = -1) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._connection.send_bytes(b"")
+        if (line := self._connection.recv_bytes()) == _NO_INPUT:
+            raise RuntimeError(NO_TERMINAL)
+        return line.decode()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -237,8 +308,9 @@ class _TerminalPdb(pdb.Pdb):
             with self._borrow():
                 sys.stdout.write(self._messages.getvalue())
                 self.stdin, self.stdout, self.prompt = sys.stdin, sys.stdout, self._make_prompt()
+                self.use_rawinput = sys.stdin.isatty()
                 super().interaction(*args, **kwargs)
-        except OSError:  # the terminal is closed
+        except (EOFError, OSError):  # the terminal is closed
             self.set_quit()
         self.stdout = self._messages = io.StringIO()
 

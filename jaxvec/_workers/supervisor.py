@@ -50,21 +50,8 @@ from jaxvec._native import interrupts
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
 from jaxvec._workers import debugger, stacks
+from jaxvec._workers import worker as protocol
 from jaxvec._workers.base import Check, Launcher, Process, Slices, WaitLimits
-from jaxvec._workers.worker import (
-    Attach,
-    Closed,
-    HandOver,
-    Ready,
-    Recover,
-    Replacement,
-    Reply,
-    Request,
-    Retire,
-    WorkerRecipe,
-    make_setup,
-    pickle_given,
-)
 
 # --- Fair locks ------------------------------------------------------------------------------------------
 
@@ -293,9 +280,9 @@ class Supervisor:
     """
 
     _description: Description  # from `build` on
-    _attach: Attach  # the message that replacements get, too; from `attach` on
+    _attach: protocol.Attach  # the message that replacements get, too; from `attach` on
 
-    def __init__(self, recipe: WorkerRecipe, budget: Budget, launcher: Launcher) -> None:
+    def __init__(self, recipe: protocol.WorkerRecipe, budget: Budget, launcher: Launcher) -> None:
         """Starts the workers, which then wait for `build`. `close` also closes `launcher`."""
         interrupts.watch()
         self._recipe, self._budget, self._launcher = recipe, budget, launcher
@@ -309,9 +296,9 @@ class Supervisor:
         self.options: Options = None
         policy = budget.policy or (recipe.config.workers.recycle and Restart())
         self.env_settings = EnvSettings(policy, dumps) if policy else None
-        # For `Workers(recycle=...)`, guarded by `polling`: the limit that each worker has reported; its
-        # message for the new process; and old processes that step some envs for new ones.
-        self._retiring: dict[int, str] = {}
+        # For `Workers(recycle=...)`, guarded by `polling`: reports of workers over a limit, their messages to
+        # new processes, and old processes that step some envs for new ones.
+        self._retiring: dict[int, protocol.Retire] = {}
         self._handed: dict[int, HandedOver] = {}
         self._hosts: list[tuple[int, Process]] = []
         self.trace: int | None = None
@@ -349,7 +336,7 @@ class Supervisor:
     def build(self, *, learn_info: bool) -> Description:
         """Builds the envs in all workers, and returns their description once all are known to match."""
         limits = WaitLimits("constructor", self._recipe.config.timeouts.start, interrupts.since_now())
-        setup = partial(make_setup, self._recipe, learn_info=learn_info)
+        setup = partial(protocol.make_setup, self._recipe, learn_info=learn_info)
         replies = self._exchange(range(len(self._processes)), setup, limits)
         descriptions = [pickle.loads(ready.description) for ready in replies.values()]
         self._description = descriptions[0]
@@ -357,7 +344,7 @@ class Supervisor:
             self._check_spaces(worker, description)
         return descriptions[0]
 
-    def attach(self, message: Attach, segment: int, arrays: Arrays) -> None:
+    def attach(self, message: protocol.Attach, segment: int, arrays: Arrays) -> None:
         """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0."""
         limits = WaitLimits("attach", self._recipe.config.timeouts.start, interrupts.since_now())
         self._segment, self._attach = segment, message
@@ -379,7 +366,7 @@ class Supervisor:
         # All arguments are pickled before the first message, so an error leaves every worker unchanged. The
         # rest needs no cloudpickle, which takes three times as long.
         requests = {
-            worker: pickle.dumps(Request(name, _pickle(name, args)))
+            worker: pickle.dumps(protocol.Request(name, _pickle(name, args)))
             for worker, slots in enumerate(self._recipe.slices)
             if (args := arguments(*slots)) is not None
         }
@@ -404,7 +391,7 @@ class Supervisor:
         for worker in set(workers) - self.starting.keys():
             try:
                 with suppress(TimeoutError):  # it reads nothing, so it will not answer either
-                    self._send(worker, Request("stop_trace", _pickle("stop_trace", ())), deadline)
+                    self._send(worker, protocol.Request("stop_trace", _pickle("stop_trace", ())), deadline)
             except EOFError:  # a remote worker's end of file is received only once, perhaps earlier
                 answers[worker] = self._died_error(worker)
         deadline = max(deadline, time.monotonic() + _BROKEN_REPLY_TIMEOUT / 10)  # sends may have used it up
@@ -413,7 +400,7 @@ class Supervisor:
                 try:
                     with suppress(TimeoutError):  # a partial message
                         reply = self.channels[worker].receive(deadline)
-                        if isinstance(reply, Reply) and reply.failure is None:
+                        if isinstance(reply, protocol.Reply) and reply.failure is None:
                             answer = pickle.loads(reply.result)
                             if isinstance(answer, Record):  # not the reply to an earlier request
                                 answers[worker] = answer
@@ -503,7 +490,7 @@ class Supervisor:
         """Waits for a message from one of these workers, but never long enough to miss a death."""
         self._make_poll(workers).poll(min(self.time_left(limits), DEATH_CHECK_INTERVAL) * 1000)
 
-    def _unpickle(self, worker: int, name: str, reply: Reply | JaxvecError) -> Any:
+    def _unpickle(self, worker: int, name: str, reply: protocol.Reply | JaxvecError) -> Any:
         if isinstance(reply, JaxvecError):
             return reply
         if reply.failure is not None:
@@ -551,16 +538,16 @@ class Supervisor:
         for worker in readable:
             try:
                 message = self.channels[worker].receive(deadline)
-                if isinstance(message, Retire):
-                    self._retiring[worker] = message.reason
+                if isinstance(message, protocol.Retire):
+                    self._retiring[worker] = message
                 elif isinstance(message, failures.Report) and message.operation == "close":
                     _logger.warning("%s", failures.to_error(message, worker=worker))
                 elif isinstance(message, failures.Report):
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
-                elif isinstance(message, Closed):  # of a worker that ends
+                elif isinstance(message, protocol.Closed):  # of a worker that ends
                     continue
                 elif isinstance(message, debugger.WantTerminal):
-                    self._terminal.note(worker, message.group)
+                    self._terminal.note(worker, message.place)
                     if worker in self.starting:
                         self._extend_start(worker)
                     self._reset_clocks()
@@ -579,7 +566,7 @@ class Supervisor:
                 if worker not in others and process.ended() and not self.channels[worker].readable():
                     self.replace(worker, self._died_error(worker))
         if self._terminal.wanted:
-            self._terminal.forward()  # unless the program was in the background, it was passed on already
+            self._terminal.forward(limits.check)
             return received
         for worker, start_deadline in [*self.starting.items()]:
             if start_deadline is not None and time.monotonic() >= start_deadline:
@@ -672,7 +659,7 @@ class Supervisor:
         self.channels[worker] = self.channels[worker].replace(channel)
         deadline = self._extend_start(worker)
         with suppress(EOFError):  # the next poll replaces it
-            self._send(worker, make_setup(self._recipe, worker, learn_info=False), deadline)
+            self._send(worker, protocol.make_setup(self._recipe, worker, learn_info=False), deadline)
 
     def _record(self, worker: int, error: JaxvecError) -> None:
         """Writes the record of the env that a dead or late worker runs, and names the file in `error`."""
@@ -691,18 +678,18 @@ class Supervisor:
         self._hosts = [(owner, host) for owner, host in self._hosts if not host.ended()]
         for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
             with suppress(EOFError):  # the next poll replaces it
-                self._send(worker, HandOver(), deadline)
+                self._send(worker, self._retiring[worker], deadline)
             self._extend_start(worker)  # from now on, requests wait for the new process
 
     def _recycle(self, worker: int, message: HandedOver) -> None:
         """Starts a fresh process, which continues from the message of a worker."""
-        fate = "its envs continue in a fresh process"
+        reason, fate = self._retiring[worker].reason, "its envs continue in a fresh process"
         if message.inexact:
             self.incarnations[worker] += 1  # saved states are lost
             fate = "its episodes are cut" if message.data is None else "its envs move at the ends of episodes"
             fate += f", because their states are not exact: {message.inexact}"
             fate += describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
-        _logger.info("%s is recycled, as %s: %s", self.diagnosis.name(worker), self._retiring[worker], fate)
+        _logger.info("%s is recycled, as %s: %s", self.diagnosis.name(worker), reason, fate)
         self._handed[worker] = message
         self._note_loss(worker, "the worker was recycled")
         self._relaunch(worker, None)
@@ -736,7 +723,7 @@ class Supervisor:
         self._budget.spend(worker, error, losses)
         self._grace = max(self._grace, time.monotonic())
         settings = self.env_settings.of(error.env_id) if rebuild and self.env_settings else None
-        self._send(worker, Recover(rebuild, settings), deadline)
+        self._send(worker, protocol.Recover(rebuild, settings), deadline)
 
     def _extend_start(self, worker: int) -> float | None:
         """Gives a starting worker all of `Timeouts.start` from now, and returns its deadline."""
@@ -751,7 +738,7 @@ class Supervisor:
         if isinstance(message, HandedOver):
             self._recycle(worker, message)
             return
-        if isinstance(message, Ready):
+        if isinstance(message, protocol.Ready):
             self._check_spaces(worker, pickle.loads(message.description))
             arrays = self.diagnosis.arrays
             assert arrays is not None
@@ -760,7 +747,7 @@ class Supervisor:
             exact = handed is not None and not handed.inexact  # then the states contain the settings
             known = None if exact else self.env_settings
             kept = self._attach.spec.kept_leaves
-            replaces = Replacement(
+            replaces = protocol.Replacement(
                 select_options(self.options, first, stop),
                 self.trace,
                 int(Marks.of(arrays).worker_notices[worker, 0]),
@@ -838,7 +825,7 @@ class Supervisor:
         still_open = {worker for workers in self._by_fd.values() for worker in workers}
         while still_open:
             if self._terminal.wanted:  # an env's `close` is debugged
-                self._terminal.forward()
+                self._terminal.forward(lambda: None)
                 deadline = None if timeout is None else time.monotonic() + timeout
             remaining = time_left(deadline)  # before the poll, which then sees messages sent by the deadline
             readable = self._readable(self._make_poll(still_open), min(remaining, DEATH_CHECK_INTERVAL))
@@ -851,8 +838,8 @@ class Supervisor:
                 if isinstance(message, HandedOver):
                     self._processes[worker].end()  # no new process will ask for its envs
                 elif isinstance(message, debugger.WantTerminal):
-                    self._terminal.note(worker, message.group)
-                elif isinstance(message, Closed):
+                    self._terminal.note(worker, message.place)
+                elif isinstance(message, protocol.Closed):
                     unclosed[worker].difference_update(message.env_ids)
                 elif isinstance(message, failures.Report) and message.operation == "close":
                     _logger.warning("%s", failures.to_error(message, worker=worker))
@@ -915,7 +902,7 @@ class Supervisor:
 
 
 def _pickle(name: str, arguments: tuple[Any, ...]) -> bytes:
-    return pickle_given(
+    return protocol.pickle_given(
         arguments,
         lambda error: NotPicklableError(
             f"{name}: the arguments can't be pickled, so they can't be sent to the workers: {error}; create "

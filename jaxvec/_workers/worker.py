@@ -113,7 +113,7 @@ class Setup:
     config: PoolConfig
     equal_spaces: bool
     learn_info: bool
-    terminal: bool  # whether the program has one that it can lend
+    prompts: str  # where the program can let pdb prompt, see `debugger.find_place`
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,12 @@ class Recover:
 
 @dataclass(frozen=True)
 class Retire:
-    """Report of the worker that it exceeds a limit of `Workers(recycle=...)`, and waits for `HandOver`."""
+    """Report of the worker that it exceeds a limit of `Workers(recycle=...)`.
+
+    The parent sends it back when no other request is pending. The worker then sends `HandedOver`, and ends.
+    """
 
     reason: str
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """Request of the parent to reply `HandedOver`, and to end. No other request to the worker is pending."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +221,7 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
         config=config.for_workers(),
         equal_spaces=recipe.equal_spaces,
         learn_info=learn_info and first == 0,
-        terminal=config.backend == "process" and debugger.has_terminal(),
+        prompts=debugger.find_place() if config.backend == "process" else "",
     )
 
 
@@ -258,13 +256,10 @@ class Age:
         if now_ns >= self._next_look_ns:
             self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
             found["seconds"] = (now_ns - self._born_ns) / 1e9
-            if limits.memory is not None:
-                found["memory"] = memory_of(family_of(os.getpid()))
-            if limits.descriptors is not None:
-                found["descriptors"] = len(os.listdir("/proc/self/fd"))
+            found["memory"] = limits.memory and memory_of(family_of(os.getpid()))
+            found["descriptors"] = limits.descriptors and len(os.listdir("/proc/self/fd"))
         for name, value in found.items():
-            limit = getattr(limits, name)
-            if limit is not None and value >= limit:
+            if (limit := getattr(limits, name)) is not None and value >= limit:
                 return f"it has reached {name}={limit:,}"
         return ""
 
@@ -304,7 +299,7 @@ def run_worker(channel: Channel) -> None:
             os.environ.pop("PYTHONPATH", None)
         else:
             os.environ["PYTHONPATH"] = setup.python_path
-        debug = debugger.WorkerDebugger(channel.send, terminal=setup.terminal, worker=setup.worker)
+        debug = debugger.WorkerDebugger(channel.send, place=setup.prompts, worker=setup.worker)
         if config.workers.output == "log":
             tag_lines(lambda: debug.env_id())
         if config.debug:
@@ -355,8 +350,7 @@ def _serve(
 ) -> HandedOver | None:
     """Performs work and answers requests until end of file, with a replaced worker's settings if any.
 
-    Returns:
-        Message for the parent once the envs are closed, if the process is to be replaced.
+    A process that is to be replaced returns its last message, which follows when the envs are closed.
     """
     attach: Attach = channel.receive_message()  # past wakes: slots may be dispatched before it serves
     segment = channel.descriptors.pop()
@@ -450,7 +444,6 @@ def _serve(
 
 
 def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Report | Retire) -> Any:
-    """Sends a report, and returns the answer to it."""
     channel.send(report)
     end.notify_parent()
     # Requests may have been sent before the parent read the report.

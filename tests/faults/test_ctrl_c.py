@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from support import disasters, probe
 from support.disasters import WAYS, wait_until
+from support.notebooks import finish_cell, kernel, run_cell  # noqa: F401 - a fixture
 from support.scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
@@ -310,40 +311,6 @@ driver = disasters.Driver(disasters.{way!r}, Env)
 driver.reset()
 print(*[worker.pid for worker in driver.workers])
 """
-
-
-def run_cell(kernel, code):
-    """Runs a cell; returns what it printed and its error's name, text and traceback."""
-    return finish_cell(kernel, kernel.execute(code))
-
-
-def finish_cell(kernel, cell):
-    printed, errors = "", []
-    while True:
-        message = kernel.get_iopub_msg(timeout=200)
-        if message["parent_header"].get("msg_id") != cell:
-            continue
-        kind, content = message["msg_type"], message["content"]
-        if kind == "stream":
-            printed += content["text"]
-        elif kind == "error":
-            errors.append((content["ename"], content["evalue"], "\n".join(content["traceback"])))
-        elif kind == "status" and content["execution_state"] == "idle":
-            return printed, errors
-
-
-@pytest.fixture
-def kernel():
-    """A notebook's kernel: (its manager, its client)."""
-    manager_module = pytest.importorskip("jupyter_client.manager")
-    pytest.importorskip("ipykernel")
-    manager, client = manager_module.start_new_kernel(startup_timeout=40)
-    yield manager, client
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
-    manager.cleanup_resources()
-    client.context.term()
-    pytest.importorskip("jupyter_core.utils").ensure_event_loop().close()  # theirs, for this thread
 
 
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own

@@ -13,6 +13,7 @@ import pytest
 from pexpect import fdpexpect
 from support import probe
 from support.disasters import PATIENCE
+from support.notebooks import finish_cell, kernel, run_cell  # noqa: F401 - a fixture
 
 import jaxvec
 from jaxvec.cli import _main
@@ -548,3 +549,106 @@ def test_pythonbreakpoint_0_disables_breakpoints(make):
     envs = make(StoppingEnv, 1, workers=jaxvec.Workers(env={"PYTHONBREAKPOINT": "0"}))
     envs.reset(seed=0)
     assert envs.step([0]).reward.shape == (1,)
+
+
+# --- In a notebook ----------------------------------------------------------------------------
+
+CELL = """
+import jax, jaxvec, numpy as np
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def __init__(self, env_id):
+        super().__init__()
+        self.env_id = env_id
+
+    def step(self, action):
+        marker = 40 + self.env_id
+        {step}
+        return super().step(action)
+
+jaxvec.config.transport = {transport!r}
+envs = jaxvec.make(Env, 2, num_workers=2, timeouts=jaxvec.Timeouts(step=0.5){more})
+"""
+STOP = "if self.env_id and self.steps in (0, 2): breakpoint()"
+ON_HOST = """
+envs.reset(seed=0)
+print([envs.step([1, 1]).reward.tolist() for _ in range(3)])
+"""
+COMPILED = """
+handle, _ = jaxvec.reset(envs, seed=0)
+run = jax.jit(lambda handle: jax.lax.scan(jaxvec.step, handle, np.ones((3, 2), int))[1].reward)
+print(run(handle).tolist())
+"""
+PROMPT = "(Pdb env 1) "
+NOTEBOOK_WAYS = pytest.mark.parametrize(
+    ("transport", "steps"),
+    [("auto", ON_HOST), ("auto", COMPILED), ("io_callback", COMPILED)],
+    ids=["host", "ffi", "io_callback"],
+)
+
+
+def make_in(client, *, transport="auto", step=STOP, more=""):
+    assert run_cell(client, CELL.format(transport=transport, step=step, more=more)) == ("", [])
+
+
+@NOTEBOOK_WAYS
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's own
+def test_breakpoint_in_a_notebook_prompts_in_its_input_box(kernel, transport, steps):
+    _, client = kernel
+    make_in(client, transport=transport)
+    slow = "import time; time.sleep(2); marker"  # longer than the timeout of a step
+    answers = [
+        *[(PROMPT, "p marker + 1"), (PROMPT, slow)],
+        *[(PROMPT, "marker + int(input('how many? '))"), ("how many? ", "9"), (PROMPT, "continue")],
+        *[(PROMPT, "p self.steps"), (PROMPT, "continue")],
+    ]
+    printed, errors = finish_cell(client, client.execute(steps), answers)
+    assert not errors, errors
+    lines = [line for line in printed.splitlines() if "step()" not in line and not line.startswith("->")]
+    assert lines == ["42", "41", "50", "2", str([[n, n] for n in (1.0, 2.0, 3.0)])]
+    assert run_cell(client, "envs.close()") == ("", [])
+
+
+@NOTEBOOK_WAYS
+@pytest.mark.parametrize("command", [None, "while True: print(marker)"])
+@pytest.mark.filterwarnings("ignore")
+def test_interrupt_of_a_debugged_cell_leaves_a_working_kernel(kernel, transport, steps, command):
+    manager, client = kernel
+    make_in(client, transport=transport)
+
+    def interrupt():
+        if command is not None:
+            client.input(command)
+            while "41\n" not in client.get_iopub_msg(timeout=PATIENCE)["content"].get("text", ""):
+                pass
+        manager.interrupt_kernel()
+
+    _, errors = finish_cell(client, client.execute(steps), [(PROMPT, interrupt)])
+    assert len(errors) == 1
+    assert "KeyboardInterrupt" in errors[0][0] + errors[0][2]
+    after = client.execute("envs.close(timeout=0); print('typed', input('then? '))")
+    assert finish_cell(client, after, [("then? ", "yes")]) == ("typed yes\n", [])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_debug_and_quit_in_a_notebook_raise_env_error(kernel):
+    _, client = kernel
+    make_in(client, step="assert not self.env_id", more=", debug=True")
+    printed, errors = finish_cell(client, client.execute(ON_HOST), [(PROMPT, "p marker"), (PROMPT, "q")])
+    assert "41" in printed
+    assert errors[0][0] == "EnvError"
+    assert "AssertionError" in errors[0][1]
+    make_in(client)
+    printed, errors = finish_cell(client, client.execute(ON_HOST), [(PROMPT, "\x04")])
+    assert errors[0][0] == "EnvError"
+    assert "BdbQuit" in errors[0][1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_breakpoint_in_a_notebook_without_input_names_the_way(kernel):
+    _, client = kernel
+    make_in(client)
+    _, errors = run_cell(client, ON_HOST, allow_stdin=False)
+    assert errors[0][0] == "EnvError"
+    assert 'or use backend="serial"' in errors[0][1]

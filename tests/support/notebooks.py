@@ -1,0 +1,57 @@
+"""Kernels of notebooks."""
+
+from __future__ import annotations
+
+import pytest
+from support.disasters import PATIENCE
+
+
+@pytest.fixture
+def kernel():
+    """A notebook's kernel: (its manager, its client)."""
+    manager_module = pytest.importorskip("jupyter_client.manager")
+    pytest.importorskip("ipykernel")
+    manager, client = manager_module.start_new_kernel(startup_timeout=PATIENCE)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+    client.context.term()
+    pytest.importorskip("jupyter_core.utils").ensure_event_loop().close()  # theirs, for this thread
+
+
+def run_cell(client, code, **options):
+    """Runs a cell; returns what it printed and its error's name, text and traceback."""
+    return finish_cell(client, client.execute(code, **options))
+
+
+def finish_cell(client, cell, answers=()):
+    """Waits for the end of a cell, and answers its input boxes.
+
+    `answers` are pairs of a prompt and an answer, or a function to call.
+    """
+    zmq = pytest.importorskip("zmq")
+    printed, errors, left = "", [], list(answers)
+    poller = zmq.Poller()
+    poller.register(client.iopub_channel.socket, zmq.POLLIN)
+    poller.register(client.stdin_channel.socket, zmq.POLLIN)
+    while True:
+        readable = dict(poller.poll(PATIENCE * 1000))
+        assert readable, f"the cell waits after {printed!r}"
+        if client.stdin_channel.socket in readable:
+            prompt, answer = left.pop(0)
+            assert client.get_stdin_msg()["content"]["prompt"] == prompt
+            answer() if callable(answer) else client.input(answer)
+        if client.iopub_channel.socket not in readable:
+            continue
+        message = client.get_iopub_msg()
+        if message["parent_header"].get("msg_id") != cell:
+            continue
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            printed += content["text"]
+        elif kind == "error":
+            errors.append((content["ename"], content["evalue"], "\n".join(content["traceback"])))
+        elif kind == "status" and content["execution_state"] == "idle":
+            assert not left
+            return printed, errors
