@@ -60,6 +60,7 @@ class Config:
     save_every: int = option(500, "updates between two saves")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    video: int = option(0, "number of envs of the first actor to film; needs moviepy")
     tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
     wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
@@ -298,7 +299,7 @@ class Exchange:
         return self._actors[0].play(self.weights)
 
 
-def delayed(env_id: str, mean: float) -> Callable[[], gymnasium.Env[Any, Any]]:
+def delayed(env_id: str, mean: float) -> Callable[..., gymnasium.Env[Any, Any]]:
     """Returns a function that makes an env with slower steps, by `mean` seconds on average."""
 
     # A local class is pickled by value. With one of this module, workers would import it, and so JAX.
@@ -311,7 +312,7 @@ def delayed(env_id: str, mean: float) -> Callable[[], gymnasium.Env[Any, Any]]:
             time.sleep(self._random.exponential(mean))
             return super().step(action)
 
-    return lambda: Delayed(gymnasium.make(env_id))
+    return lambda **options: Delayed(gymnasium.make(env_id, **options))
 
 
 def train(config: Config, run: Run) -> None:
@@ -320,8 +321,9 @@ def train(config: Config, run: Run) -> None:
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
     with ExitStack() as stack:
-        make = partial(jaxvec.make, env, config.num_envs, num_workers=workers)
-        pools = [stack.enter_context(make()) for _ in range(num_pools)]
+        make = partial(jaxvec.make, num_envs=config.num_envs, num_workers=workers)
+        made = [run.film(env, config.video), *[env] * (num_pools - 1)]
+        pools = [stack.enter_context(make(each)) for each in made]
         agent = Agent(config, pools[0].single_observation_space, pools[0].single_action_space)
         learner, _ = run.load(agent.begin())
         number, goal = int(learner.number), np.inf if config.stop_at is None else config.stop_at

@@ -48,12 +48,15 @@ class Config(impala.Config):
         None, "address of the Ray cluster; by default the one of this machine, or a new one", str
     )
     simulate_nodes: int = option(0, "simulate a cluster with this number of nodes on this machine")
+    video: int = option(0, "not supported: actors may run on other machines")
     kill_one: bool = option(False, "kill one of the simulated nodes during training")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.num_actors, self.workers_per_actor) < 1:
             raise ValueError("the numbers of actors and workers must be at least 1")
+        if self.video:
+            raise ValueError("--video is not supported, as actors may run on other machines; use impala.py")
         if self.kill_one and self.simulate_nodes < 2:
             raise ValueError("--kill-one needs --simulate-nodes of at least 2")
 

@@ -52,6 +52,7 @@ class Config:
     save_every: int = option(100, "updates between two saves")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    video: int = option(0, "number of envs to film; needs moviepy")
     tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
     wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
@@ -280,7 +281,11 @@ def train(config: Config, run: Run) -> None:
     except ImportError as error:
         raise SystemExit(f"--env {config.env}: {error}; the default env needs: pip install mpe2") from None
     options: Any = {"num_workers": config.num_workers, "info": INFO, "states": config.num_envs}
-    with jaxvec.make(lambda: PettingZooEnv(module.parallel_env()), config.num_envs, **options) as envs:
+
+    def game(**options: Any) -> PettingZooEnv:
+        return PettingZooEnv(module.parallel_env(**options))
+
+    with jaxvec.make(run.film(game, config.video), config.num_envs, **options) as envs:
         names = envs.get_attr("possible_agents")[0]
         agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)

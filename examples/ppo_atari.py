@@ -57,6 +57,7 @@ class Config:
     save_every: int = option(20, "updates between two saves")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    video: int = option(0, "number of envs to film; needs moviepy")
     tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
     wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
@@ -319,24 +320,25 @@ def halves(config: Config) -> dict[str, Any]:
     return {"batch_size": config.num_envs // 2, "recv_order": "sent"}
 
 
-def make_envs(config: Config) -> jaxvec.VectorEnv:
+def make_envs(config: Config, run: Run) -> jaxvec.VectorEnv:
     # The function below must not refer to `config`, as workers would then import JAX.
     env_id, sticky = config.env, config.sticky
 
-    def game() -> gymnasium.Env[Any, Any]:
+    def game(**options: Any) -> gymnasium.Env[Any, Any]:
         import ale_py  # pyright: ignore[reportMissingImports]
 
         gymnasium.register_envs(ale_py)
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner of each worker
-        return AtariPreprocessing(gymnasium.make(env_id, frameskip=1, repeat_action_probability=sticky))
+        options |= {"frameskip": 1, "repeat_action_probability": sticky}
+        return AtariPreprocessing(gymnasium.make(env_id, **options))
 
     options: Any = {"num_workers": config.num_workers, "states": config.num_envs, **halves(config)}
-    return jaxvec.make(game, config.num_envs, info={"lives": int}, **options)
+    return jaxvec.make(run.film(game, config.video), config.num_envs, info={"lives": int}, **options)
 
 
 def train(config: Config, run: Run) -> None:
     """Trains, or continues a run, and writes its folder."""
-    with make_envs(config) as envs:
+    with make_envs(config, run) as envs:
         agent = Agent(config, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
         program, stop = jax.jit(partial(agent.train, run)), False

@@ -48,6 +48,7 @@ class Config:
     save_every: int = option(100, "updates between two saves")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    video: int = option(0, "number of envs to film; needs moviepy")
     tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
     wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
@@ -267,7 +268,7 @@ class Agent:
 def train(config: Config, run: Run) -> None:
     """Trains, or continues a run, and writes its folder."""
     options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
-    with jaxvec.make(config.env, config.num_envs, **options) as envs:
+    with jaxvec.make(run.film(config.env, config.video), config.num_envs, **options) as envs:
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
         program = jax.jit(partial(agent.train, run))

@@ -19,9 +19,11 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -359,6 +361,31 @@ class Run:
             leaves[name] = jnp.asarray(found.view(leaf.dtype))  # NumPy saves bfloat16 as raw bytes
         loaded = jax.tree.unflatten(structure, leaves.values())
         return loaded["learned"], loaded["playing"] if same else playing
+
+    def film(self, env: str | Callable[..., gymnasium.Env[Any, Any]], number: int) -> Any:
+        """Returns an argument for `make` which films the first envs by Gymnasium's `RecordVideo`.
+
+        The films, in the folder `videos`, show the episodes 0, 1, 8, 27, ..., 1000, 2000, ... of each. They
+        need the package `moviepy`.
+
+        Args:
+            env: Gymnasium id, or a function that makes an env and takes the keyword `render_mode`.
+            number: Number of envs to film. With 0, the result is `env`.
+        """
+        if not number:
+            return env
+        make = partial(gymnasium.make, find_spec(env)) if isinstance(env, str) else env
+        videos = str(self.folder.absolute() / "videos")
+        start = f"from_{self.env_steps}_" if self.env_steps else ""  # a resumed run may start new episodes
+
+        def constructor(index: int) -> gymnasium.Env[Any, Any]:  # workers call it, and must not import JAX
+            if index >= number:
+                return make()
+            options: Any = {"name_prefix": f"{start}env_{index}", "disable_logger": True}
+            with warnings.catch_warnings(action="ignore"):  # of films of other envs in the folder
+                return gymnasium.wrappers.RecordVideo(make(render_mode="rgb_array"), videos, **options)
+
+        return constructor
 
     def latest(self, name: str) -> float:
         """Returns the latest value of a metric; NaN without one."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -319,25 +318,20 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
             run.log(state.number * steps_per_update, evaluation=evaluation)
 
 
-def make_envs(config: Config, num_envs: int, videos: str = "", **options: Any) -> jaxvec.VectorEnv:
-    """Makes the envs. With a folder for `videos`, it films the first ones."""
+def make_envs(config: Config, env: Any, num_envs: int, **options: Any) -> jaxvec.VectorEnv:
     options |= {"num_workers": config.num_workers and min(config.num_workers, num_envs), "states": num_envs}
     options |= {"info": ["action_mask"]} if config.mask_info else {}
-    spec, num_films = gymnasium.registry.get(config.env, config.env), config.video
-
-    def film(index: int) -> gymnasium.Env[Any, Any]:  # a worker calls this, and must not import JAX
-        env = gymnasium.make(spec, render_mode="rgb_array")
-        options: Any = {"name_prefix": f"env_{index}", "disable_logger": True}
-        return gymnasium.wrappers.RecordVideo(env, videos, **options) if index < num_films else env
-
-    return jaxvec.make(film if videos else config.env, num_envs, **options)
+    return jaxvec.make(env, num_envs, **options)
 
 
 def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> Run:
     with training(kind, argv, program=program, about="Train PPO on a Gymnasium env.") as (config, run):
         make, once = partial(make_envs, config), {"autoreset_mode": "EPISODIC"}  # each env plays one episode
-        videos = str(run.folder.absolute() / "videos") if config.video else ""
-        with make(config.num_envs, videos) as envs, make(config.eval_envs, **once) as eval_envs:
+        env = config.env  # or a function that makes an env, and takes `render_mode`
+        with (
+            make(run.film(env, config.video), config.num_envs) as envs,
+            make(env, config.eval_envs, **once) as eval_envs,
+        ):
             train(config, run, envs, eval_envs)
     return run
 

@@ -1,6 +1,7 @@
 """The example programs, at sizes that take seconds."""
 
 import csv
+import importlib
 import json
 import os
 import signal
@@ -112,6 +113,35 @@ def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     assert out.endswith("continue with --resume runs/a\n")
     assert {"metrics.csv", "state.npz"} < {path.name for path in Path("runs/a").iterdir()}
     assert "params" in load_params("runs/a")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dqn", "--learn-after 128"),
+        ("sac", "--learn-after 128 --gradient-steps 1"),
+        ("ppo_recurrent", "--num-minibatches 2"),
+        ("impala", "--num-actors 2"),
+        ("ippo", "--num-minibatches 2"),
+        ("ppo_atari", "--num-minibatches 2"),
+    ],
+)
+def test_programs_film_envs_while_they_train(name, options, monkeypatch):
+    needed = {"ppo_atari": "ale_py", "ippo": "mpe2"}.get(name, "jax")
+    for module in ("moviepy", needed):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    monkeypatch.setattr(ppo_atari, "NatureNetwork", TinyNetwork)
+    words = f"--num-envs 4 --num-workers 2 --num-steps 30 --total-steps 240 --video 1 --name a {options}"
+    importlib.import_module(name).main(words.split())
+    assert Path("runs/a/videos/env_0-episode-0.mp4").stat().st_size > 0
+    assert {path.name.partition("-")[0] for path in Path("runs/a/videos").iterdir()} == {"env_0"}
+
+
+def test_impala_ray_does_not_film(capsys):
+    with pytest.raises(SystemExit):
+        impala_ray.main(["--video", "1"])
+    assert "--video is not supported" in capsys.readouterr().err
 
 
 class TinyNetwork(nn.Module):

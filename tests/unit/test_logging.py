@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+from functools import partial
 
 import gymnasium
 import jax
@@ -188,6 +189,28 @@ def test_params_are_whole_after_a_kill_at_any_time(tmp_path):
     assert program.returncode == -9
     (number,) = np.unique(load_params(tmp_path)["weight"])
     assert number >= 2
+
+
+def test_a_run_films_the_first_envs(tmp_path):
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    pytest.importorskip("pygame", reason="pygame is not installed")
+    with Run(tmp_path, progress=False) as run:
+        assert run.film("CartPole-v1", 0) == "CartPole-v1"
+        make = partial(gymnasium.make, "CartPole-v1", max_episode_steps=3)
+        for steps, start in ((0, ""), (60, "from_60_")):  # the second pool is that of a resumed run
+            run.log(steps)
+            jax.effects_barrier()
+            with jaxvec.make(run.film(make, 2), 3, num_workers=1) as envs:
+                envs.reset(seed=0)
+                envs.step(np.zeros(3, int))
+                assert envs.get_attr("render_mode") == ("rgb_array", "rgb_array", None)
+                for _ in range(2):
+                    envs.step(np.zeros(3, int))
+                (modules,) = {frozenset(names) for names in envs.map(lambda env: [*sys.modules])}
+                assert "jax" not in modules
+            films = {path.name for path in (tmp_path / "videos").glob(f"{start}env_*")}
+            assert {f"{start}env_{number}-episode-0.mp4" for number in (0, 1)} <= films
+            assert not any("env_2" in name for name in films)
 
 
 def test_a_run_writes_events_for_tensorboard(tmp_path):
