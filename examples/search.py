@@ -1,24 +1,15 @@
-r"""Gumbel MuZero search that plans with the envs themselves: no learned model, one `jax.jit`. One file.
+r"""Gumbel MuZero that plans with the envs themselves: it learns a policy and a value, but no model. One file.
 
     python examples/search.py
-    python examples/search.py --env FrozenLake-v1 --env-options '{"is_slippery": false}' \
-        --num-simulations 128
+    python examples/search.py --resume runs/NAME
 
-The tree search is mctx's. Its model is `jaxvec.simulate`, which steps copies of the envs from the states in
-the tree. The prior policy is uniform, and the value of a state is the return of a few random steps. So any
-result better than chance comes from the search. Each run has a folder in `runs`.
+All of training is one `jax.jit`. Before each step, mctx searches a tree. The model is `jaxvec.simulate`,
+which steps copies of the envs. A network gives the prior policy and the value of each node. It learns the
+policy that the search found, and returns that bootstrap from the values of the search. Evaluations compare
+the policy alone with the search. Each run has a folder in `runs`. Ctrl-C ends a run after the current update.
 
 The state of an env includes its random generator, so the search foresees random events. That makes no
-difference for envs that are deterministic after their reset, such as CartPole and this lake.
-
-Mean returns of 8 episodes, printed by these commands with different numbers of simulations per step:
-
-| env | simulations | policy alone | with search |
-| --- | --- | --- | --- |
-| CartPole-v1 | 16 | 18.9 | 108.3 |
-| FrozenLake-v1, not slippery | 32 | 0 | 0.63 |
-| FrozenLake-v1, not slippery | 64 | 0 | 0.63 |
-| FrozenLake-v1, not slippery | 128 | 0 | 1 |
+difference for envs that are deterministic after their reset, such as CartPole.
 """
 
 # mctx's records are chex dataclasses; pyright does not see their fields.
@@ -27,20 +18,23 @@ Mean returns of 8 episodes, printed by these commands with different numbers of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import gymnasium
 import jax
 import jax.numpy as jnp
-import numpy as np
-from gymnasium import spaces
-from numpy.typing import NDArray
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec import EnvState, Handle, TimeStep
-from jaxvec.logging import Run, option, training
+from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.normalize import RunningMeanStd
 
 try:
     import mctx
@@ -51,178 +45,302 @@ except ImportError as _error:
 @dataclass(frozen=True)
 class Config:
     env: str = option("CartPole-v1", "Gymnasium id of an env with Discrete actions")
-    env_options: str = option("{}", "JSON object with further arguments of gymnasium.make")
-    num_envs: int = option(8, "number of envs, each for one episode")
-    num_workers: int | None = option(
-        None, "number of worker processes; by default, one for each usable core", int
-    )
+    env_options: str = option("{}", "JSON object with further arguments of jaxvec.make")
+    num_envs: int = option(16, "number of envs")
+    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
+    total_steps: int = option(49_152, "env steps, without those of copies, rounded up to whole updates")
+    num_steps: int = option(32, "steps of each env per update")
     num_simulations: int = option(16, "nodes that a search adds to its tree before each env step")
-    rollout_steps: int = option(10, "random steps that estimate the value of a node; 0 disables rollouts")
-    gamma: float = option(0.99, "discount per step in the search")
+    value_scale: float = option(0.03, "weight of the values, compared with the prior policy, in a search")
+    num_epochs: int = option(4, "passes over the steps of an update")
+    num_minibatches: int = option(8, "gradient steps per pass")
+    lr: float = option(1e-3, "learning rate, falling linearly to 0")
+    gamma: float = option(0.99, "discount per step")
+    trace_decay: float = option(0.8, "decay of the value target per step")
+    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
+    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
+    save_every: int = option(32, "updates between two saves, each with an evaluation")
+    eval_envs: int = option(8, "episodes of an evaluation, with the search and with the policy alone")
+    eval_steps: int = option(10_000, "maximum number of steps of an evaluated episode")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    video: int = option(0, "number of evaluated episodes to film; needs moviepy")
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
     def __post_init__(self) -> None:
-        if min(self.num_envs, self.num_simulations) < 1 or self.rollout_steps < 0:
-            raise ValueError(
-                "the numbers of envs and simulations must be at least 1, of rollout steps at least 0"
-            )
+        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
+        if min(*sizes, self.num_simulations, self.save_every, self.eval_envs) < 1:
+            raise ValueError("the numbers of envs, steps, simulations and passes must be at least 1")
+        if self.num_envs * self.num_steps % self.num_minibatches:
+            raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
+        if self.video > self.eval_envs:
+            raise ValueError("--video must be at most --eval-envs")
         if not isinstance(self.make_options, dict):
             raise ValueError('--env-options must be a JSON object, such as {"is_slippery": false}')
 
     @property
     def make_options(self) -> Any:
-        """Further arguments of `gymnasium.make`."""
+        """Further arguments of `jaxvec.make`."""
         try:
             return json.loads(self.env_options)
         except json.JSONDecodeError as error:
             raise ValueError(f"--env-options is not JSON: {error}") from error
 
-    @property
-    def num_states(self) -> int:
-        """Number of states of a search: the nodes, including the root, and their rollouts."""
-        return self.num_envs * (1 + self.num_simulations) * (1 + self.rollout_steps)
+
+def encode(space: Space[Any], obs: Any) -> jax.Array:
+    """Flattens observations, with leaves `[num_envs, ...]`, to `[num_envs, size]` float32. Omits texts."""
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        return obs.reshape(len(obs), -1).astype(jnp.float32)
+    if isinstance(space, spaces.Discrete):
+        return jax.nn.one_hot(obs - int(space.start), int(space.n))
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        inner = dict(space.items() if isinstance(space, spaces.Dict) else enumerate(space))
+        return jnp.concatenate([encode(each, obs[name]) for name, each in inner.items()], axis=-1)
+    if isinstance(obs, dict) and "chars" in obs:  # a text, such as MiniGrid's mission
+        return jnp.zeros((len(obs["chars"]), 0))
+    raise SystemExit(f"this search takes Box, Discrete, Dict and Tuple observations, not {space}")
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Chooses actions, numbered from 0, for envs with Discrete actions."""
+class PolicyValue(nn.Module):
+    """Separate networks for policy and value, with two hidden layers each."""
 
-    config: Config
-    envs: jaxvec.VectorEnv
     num_actions: int
-    start: int  # the start of the action space
 
-    def prior(self, num_envs: int) -> jax.Array:
-        """Returns the logits of the uniform policy, `[num_envs, num_actions]` float32."""
-        return jnp.zeros((num_envs, self.num_actions))
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns logits `[..., num_actions]` and values `[...]`."""
 
-    def guess(self, handle: Handle, key: jax.Array) -> tuple[Handle, jax.Array]:
-        """Samples actions of the policy, without search, `[num_envs]` int32."""
-        return handle, jax.random.categorical(key, self.prior(handle.num_envs))
+        def network(num_outputs: int) -> jax.Array:
+            hidden = obs
+            for _ in range(2):
+                hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
+            # Zeros: before it has learned, a search knows nothing but the rewards in its tree.
+            return nn.Dense(num_outputs, kernel_init=nn.initializers.zeros)(hidden)
 
-    def search(self, handle: Handle, key: jax.Array) -> tuple[Handle, jax.Array]:
-        """Returns the best actions that a search from the envs' states found, `[num_envs]` int32."""
-        root_key, search_key = jax.random.split(key)
-        handle, state = jaxvec.save(handle)
-        root = mctx.RootFnOutput(
-            prior_logits=self.prior(handle.num_envs),
-            value=self.value(state, root_key),
-            embedding=state,
-        )
-        found = mctx.gumbel_muzero_policy(
-            params=(),
-            rng_key=search_key,
-            root=root,
-            recurrent_fn=self.expand,
-            num_simulations=self.config.num_simulations,
-        )
-        return handle, jnp.asarray(found.action)
-
-    def expand(self, _: Any, key: jax.Array, action: Any, state: Any) -> tuple[mctx.RecurrentFnOutput, Any]:
-        """Expands one node per tree by a step of copies of the envs: mctx's `recurrent_fn`.
-
-        `action` is `[num_envs]` int32, and `state` the `EnvState` of the nodes.
-        """
-        state, timestep = self.simulate(state, action)
-        output = mctx.RecurrentFnOutput(
-            reward=timestep.reward,
-            discount=self.discount(timestep),
-            prior_logits=self.prior(len(action)),
-            value=self.value(state, key),
-        )
-        return output, state
-
-    def value(self, state: EnvState, key: jax.Array) -> jax.Array:
-        """Returns the discounted return of a few steps of the policy, `[num_envs]` float32."""
-
-        def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
-            state, value, discount = carry
-            action = jax.random.categorical(key, self.prior(len(value)))
-            state, timestep = self.simulate(state, action)
-            return (state, value + discount * timestep.reward, discount * self.discount(timestep)), None
-
-        zeros = jnp.zeros(state.ids.shape[0])
-        keys = jax.random.split(key, self.config.rollout_steps)
-        (_, value, _), _ = jax.lax.scan(step, (state, zeros, zeros + 1), keys)
-        return value
-
-    def simulate(self, state: EnvState, action: jax.Array) -> tuple[EnvState, TimeStep]:
-        """Steps copies of envs. Finished ones do not change, and return reward 0."""
-        return jaxvec.simulate(self.envs, state, action + self.start)
-
-    def discount(self, timestep: TimeStep) -> jax.Array:
-        """Returns the discount after a step, `[num_envs]` float32: 0 at the end of an episode."""
-        return jnp.where(timestep.terminated | timestep.truncated, 0.0, self.config.gamma)
+        return network(self.num_actions), network(1)[..., 0]
 
 
-def play(
-    choose: Callable[[Handle, jax.Array], tuple[Handle, jax.Array]],
-    start: int,
-    handle: Handle,
-    timestep: TimeStep,
-    key: jax.Array,
-) -> TimeStep:
-    """Plays one episode in each env, and returns the last results.
+class Learned(NamedTuple):
+    """Parameters of the network and statistics of its inputs and outputs."""
 
-    `choose` takes a handle and a key, and returns a handle and actions from 0, `[num_envs]` int32.
+    train: TrainState  # parameters and optimiser state
+    obs_stats: RunningMeanStd  # [size]
+    value_stats: RunningMeanStd  # [], of value targets
+
+
+class State(NamedTuple):
+    """State of training between two updates."""
+
+    number: jax.Array  # [] int32, updates so far
+    learned: Learned
+    episodes: Episodes
+
+
+class Steps(NamedTuple):
+    """Data of one step of all envs, which `update` stacks to `[num_steps, num_envs, ...]`."""
+
+    obs: jax.Array  # [num_envs, size] float32
+    policy: jax.Array  # [num_envs, num_actions] float32, the probabilities that the search found
+    value: jax.Array  # [num_envs] float32, of the search
+    reward: jax.Array  # [num_envs] float32, with the value of the last observation after a truncation
+    done: jax.Array  # [num_envs] bool
+
+
+def returns(config: Config, steps: Steps, last_value: jax.Array) -> jax.Array:
+    """Returns the value targets, `[num_steps, num_envs]` float32, which mix returns of all lengths.
+
+    `last_value` is the value after the last step, `[num_envs]`.
     """
 
-    def unfinished(carry: tuple[Handle, TimeStep, jax.Array]) -> jax.Array:
-        return ~(carry[1].terminated | carry[1].truncated).all()
+    def add(later: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        reward, done, next_value = now
+        mixed = (1 - config.trace_decay) * next_value + config.trace_decay * later
+        target = reward + jnp.where(done, 0, config.gamma * mixed)
+        return target, target
 
-    def body(carry: tuple[Handle, TimeStep, jax.Array]) -> tuple[Handle, TimeStep, jax.Array]:
-        handle, _, key = carry
-        key, choose_key = jax.random.split(key)
-        handle, action = choose(handle, choose_key)
-        handle, timestep = jaxvec.step(handle, action + start)
-        return handle, timestep, key
-
-    return jax.lax.while_loop(unfinished, body, (handle, timestep, key))[1]
+    following = jnp.concatenate([steps.value[1:], last_value[None]])
+    return jax.lax.scan(add, last_value, (steps.reward, steps.done, following), reverse=True)[1]
 
 
-class Result(NamedTuple):
-    """Result of a run."""
+def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.VectorEnv, film: Any) -> None:
+    """Trains, or continues a run, and writes its folder. `film` is the envs to film, or None."""
+    obs_space, space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(space, spaces.Discrete):
+        raise SystemExit(f"{config.env}: this search takes Discrete actions, not {space}")
+    start: int = int(space.start)
+    network: Any = PolicyValue(int(space.n))  # Any because flax annotates no result type for `apply`
+    steps_per_update = config.num_envs * config.num_steps
+    num_updates = -(-config.total_steps // steps_per_update)
+    num_minibatches = config.num_epochs * config.num_minibatches
+    adam = optax.adam(optax.linear_schedule(config.lr, 0, num_updates * num_minibatches))
+    # All parameters in one vector: there are fewer operations to compile and run.
+    optimizer = optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam))
 
-    alone: NDArray[np.float32]  # [num_envs], episode returns of the policy alone
-    searched: NDArray[np.float32]  # [num_envs], episode returns with search
+    def begin(handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Any]:
+        """Returns the initial states of training and of episodes: handle and inputs of the network."""
+        obs = encode(obs_space, timestep.obs)
+        params = network.init(jax.random.key(config.seed), obs)
+        stats = RunningMeanStd.create(obs[0], count=0), RunningMeanStd.create(0.0, count=0)
+        learned = Learned(TrainState.create(apply_fn=network.apply, params=params, tx=optimizer), *stats)
+        return State(jnp.int32(0), learned, Episodes.create()), (handle, obs)
+
+    def predict(learned: Learned, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns logits `[num_envs, num_actions]` and values `[num_envs]`, in the scale of rewards."""
+        logits, value = network.apply(learned.train.params, learned.obs_stats.normalize(obs))
+        return logits, learned.value_stats.mean + value * jnp.sqrt(learned.value_stats.var)
+
+    def outcome(learned: Learned, timestep: jaxvec.TimeStep) -> tuple[jax.Array, ...]:
+        """Returns reward, discount, logits and value after a step."""
+        obs, done = encode(obs_space, timestep.obs), timestep.terminated | timestep.truncated
+        if "final_obs" in timestep.info:  # of the training envs, which have started another episode
+            obs = jnp.where(done[:, None], encode(obs_space, timestep.info["final_obs"]), obs)
+        logits, value = predict(learned, obs)
+        # The search stops at the end of an episode, but a truncated episode could have continued.
+        cut = timestep.truncated & ~timestep.terminated
+        reward = timestep.reward + jnp.where(cut, config.gamma * value, 0)
+        return reward, jnp.where(done, 0.0, config.gamma), logits, value
+
+    def search(learned: Learned, handle: Any, obs: jax.Array, key: jax.Array, noise: float) -> Any:
+        """Searches from the envs' states, and returns the handle and mctx's result."""
+
+        def expand(_: Any, __: Any, action: Any, state: Any) -> tuple[mctx.RecurrentFnOutput, Any]:
+            """Adds one node per tree: steps copies of the envs from the states `[num_envs]` of nodes."""
+            state, timestep = jaxvec.simulate(handle, state, action + start)
+            reward, discount, logits, value = outcome(learned, timestep)
+            output = mctx.RecurrentFnOutput(
+                reward=reward, discount=discount, prior_logits=logits, value=value
+            )
+            return output, state
+
+        logits, value = predict(learned, obs)
+        handle, state = jaxvec.save(handle)
+        result = mctx.gumbel_muzero_policy(
+            params=(),
+            rng_key=key,
+            root=mctx.RootFnOutput(prior_logits=logits, value=value, embedding=state),
+            recurrent_fn=expand,
+            num_simulations=config.num_simulations,
+            qtransform=partial(mctx.qtransform_completed_by_mix_value, value_scale=config.value_scale),
+            gumbel_scale=noise,
+        )
+        return handle, result
+
+    def loss(params: Any, obs: jax.Array, policy: jax.Array, target: jax.Array) -> Any:
+        """Returns the loss of a minibatch, `[]` float32, and its parts. Inputs are normalised."""
+        logits, value = network.apply(params, obs)
+        log_probs = jax.nn.log_softmax(logits)
+        improvement = jnp.sum(jax.scipy.special.xlogy(policy, policy) - policy * log_probs, axis=-1).mean()
+        error = 0.5 * jnp.square(value - target).mean()
+        entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1).mean()
+        return improvement + error, {"policy_loss": improvement, "value_loss": error, "entropy": entropy}
+
+    def update(state: State, playing: Any) -> tuple[State, Any, jax.Array]:
+        """Plays `num_steps` steps in every env, learns and reports. Also returns whether to stop."""
+        # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
+        play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
+        learned = state.learned
+
+        def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
+            (handle, obs), episodes = carry
+            handle, found = search(learned, handle, obs, key, 1.0)
+            handle, timestep = jaxvec.step(handle, found.action + start)
+            reward, discount, _, _ = outcome(learned, timestep)
+            value = found.search_tree.summary().value
+            steps = Steps(obs, found.action_weights, value, reward, discount == 0)
+            return ((handle, encode(obs_space, timestep.obs)), episodes.add(timestep)), steps
+
+        keys = jax.random.split(play_key, config.num_steps)
+        (playing, episodes), steps = jax.lax.scan(play, (playing, state.episodes), keys)
+        target = returns(config, steps, predict(learned, playing[1])[1])
+        obs_stats, value_stats = learned.obs_stats.update(steps.obs), learned.value_stats.update(target)
+        batch = obs_stats.normalize(steps.obs), steps.policy, value_stats.normalize(target)
+        batch = jax.tree.map(lambda leaf: leaf.reshape(steps_per_update, *leaf.shape[2:]), batch)
+
+        def descend(train: TrainState, chosen: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+            minibatch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), batch)
+            gradient, metrics = jax.grad(loss, has_aux=True)(train.params, *minibatch)
+            return train.apply_gradients(grads=gradient), metrics
+
+        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, steps_per_update)))
+        trained, metrics = jax.lax.scan(descend, learned.train, order.reshape(num_minibatches, -1))
+        metrics = jax.tree.map(jnp.mean, metrics) | {"value": target.mean()} | episodes.means()
+        number = state.number + 1
+        run.log(number * steps_per_update, **metrics)
+        goal = jnp.inf if config.stop_at is None else config.stop_at
+        stop = run.stopping() | (metrics["episode_return"] >= goal)
+        return State(number, Learned(trained, obs_stats, value_stats), episodes), playing, stop
+
+    def repeat(until: jax.Array, *carry: Any) -> tuple[State, Any, jax.Array]:
+        """Repeats `update`. Also returns whether to stop: by a signal, or with `stop_at`."""
+        unfinished = lambda carry: (carry[0].number < until) & ~carry[2]  # noqa: E731
+        return jax.lax.while_loop(unfinished, lambda carry: update(*carry[:2]), carry)
+
+    def evaluate(with_search: bool, learned: Learned, film: Any, handle: Any, timestep: Any) -> jax.Array:
+        """Plays an episode in each env without noise. Returns the mean return."""
+
+        def unfinished(carry: Any) -> jax.Array:
+            _, _, timestep, number = carry
+            return ~(timestep.terminated | timestep.truncated).all() & (number < config.eval_steps)
+
+        def body(carry: Any) -> Any:
+            film, handle, timestep, number = carry
+            obs = encode(obs_space, timestep.obs)
+            if with_search:
+                handle, found = search(learned, handle, obs, jax.random.key(0), 0.0)
+                action = found.action + start
+            else:
+                action = predict(learned, obs)[0].argmax(-1) + start
+            if film is not None:  # the same episodes: the seeds and the actions are equal
+                film, _ = jaxvec.step(film, action[: config.video])
+            return film, *jaxvec.step(handle, action), number + 1
+
+        _, _, timestep, _ = jax.lax.while_loop(unfinished, body, (film, handle, timestep, 0))
+        return timestep.info["episode_return"].mean()
+
+    state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
+    program, stop = jax.jit(repeat), False
+    alone, searched = (jax.jit(partial(evaluate, with_search)) for with_search in (False, True))
+    with run.signals():
+        run.show("compiling")
+        while state.number < num_updates and not stop:
+            until = jnp.minimum(state.number + config.save_every, num_updates)
+            state, playing, stop = jax.block_until_ready(program(until, state, playing, stop))
+            learned, seed = state.learned, config.seed + 10_000
+            stats = {"stats": vars(learned.obs_stats), "value_stats": vars(learned.value_stats)}
+            run.save(state, playing, envs, params={"params": learned.train.params, **stats})
+            if run.stopped:
+                break  # an evaluation may take long
+            policy = alone(learned, None, *jaxvec.reset(eval_envs, seed=seed))
+            filmed = jaxvec.reset(film, seed=seed)[0] if film is not None else None
+            score = searched(learned, filmed, *jaxvec.reset(eval_envs, seed=seed))
+            run.log(state.number * steps_per_update, evaluation=score, policy_evaluation=policy)
 
 
-def compare(config: Config, run: Run) -> Result:
-    """Makes the envs, and plays one episode in each without and one with search, from equal seeds."""
-    with jaxvec.make(
-        config.env,
-        config.num_envs,
-        num_workers=config.num_workers,
-        autoreset_mode="EPISODIC",  # finished envs stay idle, also in the tree
-        states=config.num_states,
-        **config.make_options,
-    ) as envs:
-        space = envs.single_action_space
-        if not isinstance(space, spaces.Discrete):
-            raise SystemExit(f"{config.env}: this search takes Discrete actions, not {space}")
-        planner = Planner(config, envs, int(space.n), int(space.start))
+def make_envs(config: Config, num_envs: int, videos: str = "", **options: Any) -> jaxvec.VectorEnv:
+    """Makes the envs. With a folder for `videos`, it films all of them."""
+    options |= {"num_workers": config.num_workers and min(config.num_workers, num_envs)}
+    # The states of one search: the root and the nodes that it adds to each tree.
+    options |= {"states": num_envs * (1 + config.num_simulations)} | config.make_options
+    spec = gymnasium.registry.get(config.env, config.env)
 
-        def returns(choose: Any) -> tuple[NDArray[np.float32], int]:
-            handle, timestep = jaxvec.reset(envs, seed=config.seed)
-            program = jax.jit(partial(play, choose, planner.start))
-            timestep = program(handle, timestep, jax.random.key(config.seed))
-            return np.asarray(timestep.info["episode_return"]), int(timestep.info["episode_length"].sum())
+    def film(index: int, **options: Any) -> gymnasium.Env[Any, Any]:  # a worker calls this, without JAX
+        env = gymnasium.make(spec, render_mode="rgb_array", **options)
+        names: Any = {"name_prefix": f"env_{index}", "disable_logger": True}
+        return gymnasium.wrappers.RecordVideo(env, videos, episode_trigger=lambda _: True, **names)
 
-        alone, _ = returns(planner.guess)
-        searched, env_steps = returns(planner.search)  # without the steps of copies
-        run.log(env_steps, episode_return=searched.mean(), policy_return=alone.mean())
-        return Result(alone, searched)
+    return jaxvec.make(film if videos else config.env, num_envs, **options)
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
-    about = "Plan with copies of Gymnasium envs: Gumbel MuZero search inside jax.jit."
+def main(argv: Sequence[str] | None = None) -> Run:
+    about = "Learn a policy and a value by tree search with copies of Gymnasium envs."
     with training(Config, argv, program="search", about=about) as (config, run):
-        result = compare(config, run)
-    for name, returns in ("with the policy alone", result.alone), ("with search", result.searched):
-        spread = f"from {returns.min():.6g} to {returns.max():.6g}"
-        print(f"mean return {returns.mean():.6g} {name}, {spread}, of {config.num_envs} episodes")
-    return result
+        make, once = partial(make_envs, config), {"autoreset_mode": "EPISODIC"}  # each env plays one episode
+        with make(config.num_envs) as envs, make(config.eval_envs, **once) as eval_envs:
+            videos = str(run.folder.absolute() / "videos")
+            with make(config.video, videos, **once) if config.video else nullcontext() as film:
+                train(config, run, envs, eval_envs, film)
+    return run
 
 
 if __name__ == "__main__":

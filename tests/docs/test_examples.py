@@ -63,8 +63,9 @@ def test_impala_trains_and_continues_with_what_it_saved(options):
         (dqn, "--learn-after 200"),
         (sac, "--learn-after 200 --gradient-steps 1"),
         (ppo_recurrent, "--num-minibatches 2"),
+        (search, "--num-minibatches 2 --num-simulations 2 --eval-envs 1 --eval-steps 20"),
     ],
-    ids=["dqn", "sac", "ppo_recurrent"],
+    ids=["dqn", "sac", "ppo_recurrent", "search"],
 )
 def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
     words = [*options.split(), *["--num-envs", "4", "--num-steps", "50", "--total-steps", "900"]]
@@ -72,7 +73,8 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
     whole = program.main([*words, "whole"])
     assert whole.env_steps == 1000
     rows = list(csv.DictReader(Path("runs/whole/metrics.csv").read_text().splitlines()))
-    assert [row["env_steps"] for row in rows] == ["200", "400", "600", "800", "1000"]
+    updates = [row for row in rows if row["episodes"]]  # the other lines are evaluations
+    assert [row["env_steps"] for row in updates] == ["200", "400", "600", "800", "1000"]
     assert {"seconds", "steps_per_second", "episode_return", "episode_length"} < {*rows[0]}
     assert json.loads(Path("runs/whole/config.json").read_text())["config"]["num_envs"] == 4
     half = program.main([*words, "half", "--stop-at=-1e9"])
@@ -84,7 +86,7 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent", "ppo_atari", "impala", "ippo"])
+@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent", "search", "ppo_atari", "impala", "ippo"])
 def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     """A copy needs none of the other files, and writes its folder when it is interrupted."""
     needed = {"ppo_atari": "ale_py", "ippo": "mpe2"}.get(name, "jax")
@@ -365,6 +367,7 @@ def test_what_a_memory_is_trained_on_is_what_it_did():
     [
         (dqn, ["--env", "Pendulum-v1"], "Pendulum-v1: this DQN takes .* Discrete actions, not Box"),
         (impala, ["--env", "Pendulum-v1"], "Pendulum-v1: this IMPALA takes .* Discrete actions, not Box"),
+        (search, ["--env", "Pendulum-v1"], "Pendulum-v1: this search takes Discrete actions, not Box"),
         (sac, ["--env", "CartPole-v1"], "CartPole-v1: this SAC takes Box spaces, not .*Discrete"),
         (ppo_recurrent, ["--entries", "0,9"], "--entries 9 is out of range for 4 entries"),
         (ppo_recurrent, ["--env", "Pendulum-v1"], "takes Discrete actions, not Box"),
@@ -383,6 +386,11 @@ def test_other_programs_say_what_they_take(program, options, message):
         (impala_ray, "--kill-one", "--kill-one needs --simulate-nodes of at least 2"),
         (ppo_recurrent, "--num-envs 12", "--num-envs must be a multiple of --num-minibatches"),
         (ppo_recurrent, "--entries x", "--entries must be comma-separated numbers, not 'x'"),
+        (search, "--num-envs 3 --num-steps 3", "multiple of --num-minibatches"),
+        (search, "--num-simulations 0", "must be at least 1"),
+        (search, "--video 9", "--video must be at most --eval-envs"),
+        (search, "--env-options is_slippery", "--env-options is not JSON"),
+        (search, "--env-options [1]", "must be a JSON object"),
     ],
 )
 def test_other_programs_refuse_options_that_do_not_fit(program, options, message, capsys):
@@ -486,36 +494,85 @@ class ForkEnv(gymnasium.Env):
 
 @pytest.mark.jax_version
 def test_search_finds_what_the_policy_alone_does_not(register, capsys):
+    """The observation does not show the secret, so no policy can learn it. The envs in the tree know it."""
     register("Fork-v0", ForkEnv, disable_env_checker=True)
-    options = "--env Fork-v0 --num-envs 6 --num-workers 2 --num-simulations 16 --rollout-steps 2 --name a"
-    result = search.main(options.split())
-    assert result.searched.tolist() == [1.0] * 6
-    assert result.alone.shape == (6,)
-    assert result.alone.mean() < 1
-    printed = capsys.readouterr().out
-    assert "mean return 1 with search, from 1 to 1, of 6 episodes" in printed
-    assert f"mean return {result.alone.mean():.6g} with the policy alone" in printed
-    (row,) = csv.DictReader(Path("runs/a/metrics.csv").read_text().splitlines())
-    assert float(row["episode_return"]) == 1
-    assert float(row["policy_return"]) == pytest.approx(result.alone.mean())
-    assert float(row["env_steps"]) == 6 * 3
+    options = (
+        "--env Fork-v0 --num-envs 6 --num-workers 2 --num-simulations 16 --num-steps 6 --total-steps 144"
+    )
+    words = [*options.split(), "--num-minibatches", "2", "--save-every", "1", "--eval-envs", "6"]
+    metrics = search.main([*words, "--name", "a"]).metrics()
+    searched, alone = (metrics[name][1::2] for name in ("evaluation", "policy_evaluation"))
+    assert searched.tolist() == [1.0] * 4  # so each of the six episodes paid 1, the most
+    assert alone.max() < 1
+    assert metrics["env_steps"].tolist() == [36, 36, 72, 72, 108, 108, 144, 144]  # without those of copies
+    assert "score 1, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rollout-steps", "-1"], "rollout steps at least 0"),
-        (["--env-options", "is_slippery"], "--env-options is not JSON"),
-        (["--env-options", "[1]"], "must be a JSON object"),
-    ],
-)
-def test_search_refuses_options_that_do_not_fit(options, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        search.main(options)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+class SecretEnv(gymnasium.Env):
+    """Shows the action that pays 1, and never terminates."""
+
+    observation_space = spaces.Dict(
+        {"say": spaces.Text(3), "best": spaces.Discrete(2, start=3), "noise": spaces.Box(-1, 1, (2,))}
+    )
+    action_space = spaces.Discrete(2, start=3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.show(), {}
+
+    def show(self):
+        self.best = 3 + int(self.np_random.integers(2))
+        return {"say": "hm", "best": self.best, "noise": self.np_random.random(2).astype(np.float32)}
+
+    def step(self, action):
+        self.steps += 1
+        reward = float(action == self.best)
+        return self.show(), reward, False, self.steps == 4, {}
 
 
-def test_search_says_which_actions_it_takes():
-    with pytest.raises(SystemExit, match=r"Pendulum-v1: this search takes Discrete actions, not Box"):
-        search.main(["--env", "Pendulum-v1", "--num-envs", "2"])
+def test_search_teaches_the_policy_and_bootstraps_truncations(register):
+    """An episode of four steps pays 4; its first value is 1.875 if it ends there, and 2 if it goes on."""
+    register("Secret-v0", SecretEnv, disable_env_checker=True)
+    options = "--env Secret-v0 --num-envs 8 --num-workers 1 --num-simulations 4 --num-steps 16 --gamma 0.5"
+    words = [*options.split(), "--total-steps", "3840", "--lr", "3e-3", "--name", "a"]
+    result = search.main(words)
+    assert result.latest("evaluation") == result.latest("policy_evaluation") == 4
+    # If the last observation had no value, the mean value of the four steps would be 1.53.
+    assert 1.9 < result.latest("value") < 2.1
+    metrics = result.metrics()
+    assert {"policy_loss", "value_loss", "entropy", "episode_return", "evaluation"} < {*metrics}
+    assert np.nanmin(metrics["policy_loss"]) >= -1e-6
+
+
+def test_value_targets_of_search_are_what_their_definition_says():
+    rng = np.random.default_rng(0)
+    reward, value = rng.normal(size=(2, 7, 2)).astype(np.float32)
+    done = np.zeros((6, 2), bool)
+    done[1, 0] = done[3, 0] = done[2, 1] = done[5, 1] = True
+    config = search.Config(gamma=0.9, trace_decay=0.8)
+    expected = np.zeros((6, 2))
+    for env in range(2):
+        for t in range(6):
+            # A mean over numbers of steps, weighted by powers of trace_decay; the longest has the rest.
+            total, weight = 0.0, 1.0
+            for n in range(1, 7 - t):
+                last = done[t + n - 1, env] or t + n == 6
+                share = weight if last else weight * (1 - 0.8)
+                bootstrap = 0 if done[t + n - 1, env] else 0.9**n * value[t + n, env]
+                total += share * (sum(0.9**k * reward[t + k, env] for k in range(n)) + bootstrap)
+                weight *= 0.8
+                if last:
+                    break
+            expected[t, env] = total
+    steps = search.Steps(None, None, value[:6], reward[:6], done)
+    np.testing.assert_allclose(search.returns(config, steps, value[6]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_search_films_the_evaluated_episodes():
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    options = "--num-envs 2 --num-steps 8 --num-minibatches 2 --total-steps 32 --save-every 1 --eval-envs 2"
+    search.main([*options.split(), "--num-simulations", "2", "--video", "1", "--name", "a"])
+    films = sorted(path.name for path in Path("runs/a/videos").glob("*.mp4"))
+    assert films == ["env_0-episode-0.mp4", "env_0-episode-1.mp4"]  # one of each evaluation
