@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxvec._config import PoolConfig, Ray
 from jaxvec._ray import nodes
-from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostLostError, HostSource
-from jaxvec._remote.wire import Host, Listener
+from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostSource
+from jaxvec._remote.wire import Host, HostLostError, Listener
 from jaxvec._util import check_versions, install_command
 from jaxvec._workers.base import Slices
 

@@ -77,7 +77,7 @@ class WorkerHost:
         self.max_rows = 0  # bytes of the largest request, by the layout
         self._arrays: Arrays | None = None
         self._requests: list[NDArray[np.int64]] = []  # slots of each request that `run` has not yet yielded
-        self._messages: list[wire.WorkerMessage | wire.HostFailure] = []  # for `run` to yield
+        self._messages: list[wire.WorkerMessage | wire.HostLostError] = []  # for `run` to yield
 
     def call(self, name: str, *args: Any) -> None:
         """Calls a method by name. The pool does not wait for the call, so `run` yields its error."""
@@ -151,10 +151,10 @@ class WorkerHost:
     def fail(self, why: str) -> None:
         """Reports to the pool why the host can't continue."""
         with self._lock:
-            self._messages.append(wire.HostFailure(why))
+            self._messages.append(wire.HostLostError(why))
         self._wake_run()
 
-    def run(self) -> Generator[wire.Payload | wire.WorkerMessage | wire.HostFailure]:
+    def run(self) -> Generator[wire.Payload | wire.WorkerMessage | wire.HostLostError]:
         """Yields rows and messages of the workers; a message follows all rows completed before it."""
         reported = np.zeros(0)  # the latest `running` marks that were yielded
         while True:
@@ -326,10 +326,6 @@ _DIAL_INTERVAL = 1.0  # seconds between attempts to reach the pool
 _clock = time.monotonic_ns
 
 
-class RejectedError(Exception):
-    """The reason why the pool does not use this host."""
-
-
 def serve_pool(
     address: tuple[str, int],
     key: bytes,
@@ -352,7 +348,7 @@ def serve_pool(
         context: Context that checks the pool's certificate; `None` for a pool without TLS.
 
     Raises:
-        RejectedError: The pool needs other versions.
+        HostLostError: The pool needs other versions.
         OSError, EOFError: The pool can't be reached, or lacks the key, or the connection was lost.
     """
     hello = {"node": node, "cores": usable_cores(), "max_envs": max_envs, "token": token, **wire.versions()}
@@ -370,7 +366,7 @@ def serve_pool(
         while True:
             name, args = pickle.loads(connection.receive()[1].data)
             if name == "reject":
-                raise RejectedError(args[0])
+                raise wire.HostLostError(args[0])
             if name == "close":
                 return
             if name == "init":

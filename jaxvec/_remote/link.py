@@ -286,10 +286,6 @@ CHECK_INTERVAL = 0.2  # seconds between checks of a `HostSource` that a host is 
 _END_TIMEOUT = 3.0  # seconds for a host to end one of its processes, before it counts as lost
 
 
-class HostLostError(Exception):
-    """The reason why a host can't be used, a phrase that follows its workers' names."""
-
-
 class HostSource(ABC):
     """The provider of the host of some workers.
 
@@ -303,10 +299,10 @@ class HostSource(ABC):
     def start(self, check: Callable[[], None]) -> wire.Host:
         """Waits for a host, and calls `check` meanwhile, which raises if it is not needed any more.
 
-        Raises `HostLostError` or another error if there can be none.
+        Raises `wire.HostLostError` or another error if there can be none.
         """
 
-    def cause(self) -> HostLostError | None:  # noqa: B027 - a default
+    def cause(self) -> wire.HostLostError | None:  # noqa: B027 - a default
         """Returns the cause of the end of the host's connection, if more than its end is known."""
 
     def end(self) -> None:  # noqa: B027 - a default
@@ -453,7 +449,7 @@ class HostLink:
 
     def _check_needed(self) -> None:
         if self.lost:
-            raise HostLostError("was ended")
+            raise wire.HostLostError("was ended")
 
     def _call(self, name: str, *args: Any) -> None:
         """Calls a method of the `WorkerHost`, after all earlier calls and requests."""
@@ -476,8 +472,8 @@ class HostLink:
             while True:
                 frame_type, data = connection.receive()
                 item = pickle.loads(data.data) if frame_type == wire.MESSAGE else data
-                if isinstance(item, wire.HostFailure):
-                    raise HostLostError(item.why)
+                if isinstance(item, wire.HostLostError):
+                    raise item
                 with self._lock:
                     if self.lost:
                         continue
@@ -522,8 +518,9 @@ class HostLink:
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, EOFError | OSError) and not self.lost:
-            error = self._source.cause() or HostLostError(f"was lost: its connection ended: {error}")
-        if isinstance(error, HostLostError):
+            lost = wire.HostLostError(f"was lost: its connection ended: {error}")
+            error = self._source.cause() or lost
+        if isinstance(error, wire.HostLostError):
             self.lose(str(error))
         else:
             self.lose(f"failed: {type(error).__name__}: {error}")

@@ -360,10 +360,8 @@ class WorkerMessage(NamedTuple):
     message: Any
 
 
-class HostFailure(NamedTuple):
-    """The reason why a host can't continue."""
-
-    why: str
+class HostLostError(Exception):
+    """The reason why a host can't be used, a phrase that follows its workers' names."""
 
 
 class WireFormat:

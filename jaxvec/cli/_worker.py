@@ -11,8 +11,9 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxvec._remote.host import RejectedError, serve_pool
+from jaxvec._remote.host import serve_pool
 from jaxvec._remote.remote import check_key, parse_address
+from jaxvec._remote.wire import HostLostError
 
 _DETAILS = """\
 The command connects to the pool, and serves envs until the pool closes (exit code 0). If the connection is
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO)
     try:
         serve_pool(address, key, node=node, max_envs=options.envs, wait=options.wait, context=context)
-    except RejectedError as error:
+    except HostLostError as error:
         return _fail(f"this host {error}", 1)
     except (OSError, EOFError) as error:
         return _fail(error, 1)

@@ -13,8 +13,8 @@ from support.segments import KINDS, board
 
 from jaxvec._dispatch.channel import WAKE
 from jaxvec._ray import nodes
-from jaxvec._remote.link import HostLostError, RemoteWorker, WakePipe
-from jaxvec._remote.wire import ProcessEnd
+from jaxvec._remote.link import RemoteWorker, WakePipe
+from jaxvec._remote.wire import HostLostError, ProcessEnd
 from jaxvec._workers import base
 
 ENDED = ProcessEnd(3, "exited with code 3")
