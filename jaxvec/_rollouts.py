@@ -18,10 +18,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from contextlib import AbstractContextManager, suppress
+from dataclasses import InitVar, dataclass, field, fields
 from functools import lru_cache, partial
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import cloudpickle
@@ -30,19 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec import _errors
 from jaxvec._arguments import derive_seeds
 from jaxvec._config import Budget, OnFault, PoolConfig, Ray, Restart, Timeouts, check_count, parse_restart
-from jaxvec._errors import (
-    ActorDiedError,
-    EnvError,
-    EnvTimeoutError,
-    NotPicklableError,
-    NotReadyError,
-    PoolBrokenError,
-    PoolClosedError,
-    RolloutError,
-    WorkerDiedError,
-)
 from jaxvec._ray import cluster, nodes
 from jaxvec._remote.wire import versions
 from jaxvec._util import dumps
@@ -249,7 +238,7 @@ def _pack_error(error: Exception) -> RemoteError:
 _logger = logging.getLogger("jaxvec")
 
 # Errors of envs and workers, and not of the rollout function.
-_FAULTS = EnvError, EnvTimeoutError, WorkerDiedError, PoolBrokenError
+_FAULTS = _errors.EnvError, _errors.EnvTimeoutError, _errors.WorkerDiedError, _errors.PoolBrokenError
 
 # A rollout is reported as late after this time in seconds, and this multiple of the actor's longest one.
 _LATE_SECONDS = 60.0
@@ -265,20 +254,6 @@ _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, a
 
 # The next rollout of an actor, and the snapshot that it starts with, if there is one.
 Progress: TypeAlias = tuple[int, bytes | None]
-
-
-class GroupOptions(NamedTuple):
-    """The options of an actor group; see `Rollouts`. Timeouts are in seconds, or `None`."""
-
-    ray: Any  # the module
-    backend: Ray
-    num_actors: tuple[int, int]  # least and most
-    start_timeout: float | None
-    rollout_timeout: float | None
-    in_flight: int
-    rollouts_per_call: int
-    policy: Restart | None
-    resume: Sequence[Progress]
 
 
 @dataclass
@@ -306,28 +281,36 @@ class _Place:
     pool_restarts: int = 0
 
 
+@dataclass(eq=False)
 class ActorGroup:
-    """Actors that run rollouts, and the thread that serves them."""
+    """Actors that run rollouts, and the thread that serves them. Timeouts are in seconds, or `None`."""
 
-    def __init__(
-        self, options: GroupOptions, placement: nodes.Placement, program: bytes, weights: tuple[int, Any]
-    ) -> None:
-        self.newest = weights  # version and pytree; `Rollouts.push` replaces the tuple
+    ray: Any  # the module
+    placement: nodes.Placement
+    backend: Ray
+    num_actors: tuple[int, int]  # least and most
+    start_timeout: float | None
+    rollout_timeout: float | None
+    in_flight: int
+    rollouts_per_call: int
+    policy: Restart | None
+    newest: tuple[int, Any]  # version and weights, a pytree; `Rollouts.push` replaces the tuple
+    pickled: InitVar[bytes]  # the `Program`
+    resume: InitVar[Sequence[Progress]]
+    error: BaseException | None = None  # set before the end is queued; `None` after `stop`
+
+    def __post_init__(self, pickled: bytes, resume: Sequence[Progress]) -> None:
         self.finished: queue.SimpleQueue[PackedRollout | None] = queue.SimpleQueue()  # `None` is the end
-        self.error: BaseException | None = None  # set before the end is queued; `None` after `stop`
-        self._budget = Budget(options.policy, options.num_actors[1], who="actor")
-        self._options = options
-        self._ray = options.ray
-        self._placement = placement
-        self._program = self._ray.put(program)
-        self._published: tuple[int, Any] = weights[0], self._store(weights[1])
+        self._budget = Budget(self.policy, self.num_actors[1], who="actor")
+        self._program = self.ray.put(pickled)
+        self._published = self.newest[0], self._store(self.newest[1])
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
-        self._places = [_Place(number) for number in range(options.num_actors[1])]
-        for place, progress in zip(self._places, options.resume, strict=False):
+        self._places = [_Place(number) for number in range(self.num_actors[1])]
+        for place, progress in zip(self._places, resume, strict=False):
             place.index, place.snapshot = progress
         self._num_started = 0
         self._enough_started = threading.Event()  # also set at the end
-        address = self._ray.get_runtime_context().gcs_address
+        address = self.ray.get_runtime_context().gcs_address
         self._head = nodes.HeadMonitor(address, lambda why: self._events.put(partial(self._fail, why)))
         self._thread = threading.Thread(target=self._run, name="jaxvec-rollouts", daemon=True)
         self._thread.start()
@@ -364,9 +347,8 @@ class ActorGroup:
 
     def _run(self) -> None:
         try:
-            dead_nodes = nodes.find_dead_nodes(self._ray)
             for place in self._places:
-                self._start(place, dead_nodes)
+                self._start(place)
             while (event := self._next_event()) is not None:
                 event()
         except BaseException as error:  # any error must reach the learner
@@ -389,23 +371,23 @@ class ActorGroup:
                 if time.monotonic() >= first.deadline:
                     return partial(self._time_out, first)
 
-    def _start(self, place: _Place, dead_nodes: set[str]) -> None:
+    def _start(self, place: _Place) -> None:
+        self._kill(place)
         place.incarnation += 1
         place.version = -1
-        place.dead_nodes = dead_nodes
+        place.dead_nodes = nodes.find_dead_nodes(self.ray)
         place.node = "no node yet"
-        options = self._placement.actor_options(place.number, self._options.backend.workers_per_actor)
+        options = self.placement.actor_options(place.number, self.backend.workers_per_actor)
         if not options["num_gpus"]:
             env_vars = options["runtime_env"].get("env_vars", {})
             options["runtime_env"]["env_vars"] = {"JAX_PLATFORMS": "cpu", **env_vars}
-        place.actor = self._ray.remote(**options)(RolloutActor).remote()
-        place.deadline = _deadline(self._options.start_timeout)
-        # Retried: until Ray notices the death of a node it reports "unavailable", and lists no dead node.
-        self._call(place, "identify", self._on_identified, retried=True)
+        place.actor = self.ray.remote(**options)(RolloutActor).remote()
+        place.deadline = _deadline(self.start_timeout)
+        self._call(place, "identify", self._on_identified)
 
     def _on_identified(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
-        place.deadline = _deadline(self._options.start_timeout)
+        place.deadline = _deadline(self.start_timeout)
         # A snapshot is used once: if the envs fail again from there, they are reset.
         snapshot, place.snapshot = place.snapshot, None
         numbers = place.number, place.incarnation, place.index
@@ -417,19 +399,19 @@ class ActorGroup:
             return
         place.deadline = float("inf")
         self._num_started += 1
-        if self._num_started >= self._options.num_actors[0]:
+        if self._num_started >= self.num_actors[0]:
             self._enough_started.set()
         self._start_rollout(place)
 
     def _start_rollout(self, place: _Place) -> None:
         """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
-        count = self._options.rollouts_per_call
-        if place.given_up or place.pending or place.unread + count > max(self._options.in_flight, count):
+        count = self.rollouts_per_call
+        if place.given_up or place.pending or place.unread + count > max(self.in_flight, count):
             return
         place.version, weights = self._publish()
         place.began = time.monotonic()
         late_s = max(_LATE_SECONDS, _LATE_FACTOR * place.longest_s)
-        place.deadline = min(_deadline(self._options.rollout_timeout), _deadline(late_s))
+        place.deadline = min(_deadline(self.rollout_timeout), _deadline(late_s))
         self._call(place, "run", self._on_rollouts, place.version, weights, place.index, count)
 
     def _publish(self) -> tuple[int, Any]:
@@ -444,7 +426,7 @@ class ActorGroup:
         """Returns packed weights, or a reference to them in Ray's object store if they are large."""
         packed = pack(params)
         nbytes = sum(np.asarray(leaf).nbytes for leaf in packed[1])
-        return packed if nbytes <= _MAX_MESSAGE_BYTES else self._ray.put(packed)
+        return packed if nbytes <= _MAX_MESSAGE_BYTES else self.ray.put(packed)
 
     def _on_rollouts(self, place: _Place, results: list[PackedRollout | RemoteError]) -> None:
         place.deadline, now = float("inf"), time.monotonic()
@@ -466,11 +448,9 @@ class ActorGroup:
         """Replaces an actor with a pool that can't start or is broken; raises any other error."""
         error = _unpack_error(failure, place, when)
         # If others have started, one that can't start is a fault of its node, such as a missing package.
-        is_fault = place.version == -1 or isinstance(error.__cause__, _FAULTS)
-        if not self._enough_started.is_set() or not is_fault:
+        if place.version != -1 and not isinstance(error.__cause__, _FAULTS):
             raise error
-        self._kill(place)
-        self._restart(place, error, nodes.find_dead_nodes(self._ray))
+        self._restart(place, error)
 
     def _release(self, place: _Place) -> None:
         place.unread -= 1
@@ -478,7 +458,7 @@ class ActorGroup:
 
     def _time_out(self, place: _Place) -> None:
         if place.pending == "run":
-            limit_s, now = self._options.rollout_timeout, time.monotonic()
+            limit_s, now = self.rollout_timeout, time.monotonic()
             if limit_s is None or now < place.began + limit_s:
                 _logger.warning(
                     "actor %d on %s has not finished rollout %d after %.0f s; rollout_timeout=... replaces "
@@ -490,60 +470,59 @@ class ActorGroup:
             limit = f"rollout_timeout, {limit_s} s"
             self._replace(place, f"did not finish rollout {place.index} within {limit}; raise the limit")
             return
-        why = f"was not ready within Timeouts.start, {self._options.start_timeout} s"
+        why = f"was not ready within Timeouts.start, {self.start_timeout} s"
         if place.pending == "identify":
             if self._may_wait(place):
                 return
-            needs, free = self._options.backend.of_actor(), self._ray.available_resources()
+            needs, free = self.backend.of_actor(), self.ray.available_resources()
             why += f": Ray has not started it; it needs {needs}, available: {free}"
         self._replace(place, why)
 
     def _replace(self, place: _Place, why: str) -> None:
         """Replaces an actor that can't be used any more; raises an error if the policy does not allow it."""
         self._check_connected()
-        self._kill(place)
-        dead_nodes = nodes.find_dead_nodes(self._ray)
         # Ray places actors on a dead node until it notices the death. That does not count as a fault.
-        if place.pending != "identify" or dead_nodes <= place.dead_nodes:
-            where = f"actor {place.number} on {place.node}"
-            error = ActorDiedError(f"{where} {why}", actor=place.number, node=place.node)
-            if not self._enough_started.is_set():
-                raise error
-            if loss := self._placement.loss():
-                error.args = (f"{error}\n{loss}",)
-                raise error
-            self._restart(place, error, dead_nodes)
+        if place.pending == "identify" and not nodes.find_dead_nodes(self.ray) <= place.dead_nodes:
+            self._start(place)
             return
-        self._start(place, dead_nodes)
+        where = f"actor {place.number} on {place.node}"
+        error = _errors.ActorDiedError(f"{where} {why}", actor=place.number, node=place.node)
+        if loss := self.placement.loss():
+            error.args = (f"{error}\n{loss}",)
+            raise error
+        self._restart(place, error)
 
-    def _restart(self, place: _Place, error: RolloutError | ActorDiedError, dead_nodes: set[str]) -> None:
+    def _restart(self, place: _Place, error: _errors.RolloutError | _errors.ActorDiedError) -> None:
         """Counts a fault of an actor, and starts another one, or gives up its place if enough are left."""
+        self._kill(place)
+        if not self._enough_started.is_set():
+            raise error
         place.faults += 1
         try:
             self._budget.spend(place.number, error, ", and resets its envs")
-        except (ActorDiedError, RolloutError):  # the error itself
+        except (_errors.ActorDiedError, _errors.RolloutError):  # the error itself
             place.given_up = True
-            if self._options.policy is None or self._num_left() < self._options.num_actors[0]:
+            if self.policy is None or self._num_left() < self.num_actors[0]:
                 raise
             place.actor, place.deadline, place.version = None, float("inf"), -1
             place.incarnation += 1  # late answers are of no interest
             _logger.error("%s The other actors continue: %d are left", error, self._num_left())
             return
-        self._start(place, dead_nodes)
+        self._start(place)
 
     def _may_wait(self, place: _Place) -> bool:
         """Extends the time of a place without resources; returns False if too few other actors work."""
         waiting = sum(each.waits and each is not place for each in self._places) + 1
         working = self._num_left() - waiting
-        if working < self._options.num_actors[0]:
+        if working < self.num_actors[0]:
             return False
         if not place.waits:
             place.waits = True
             _logger.warning(
                 "the cluster has had no free resources for actor %d for %s s; it waits, and %d others work",
-                *(place.number, self._options.start_timeout, working),
+                *(place.number, self.start_timeout, working),
             )
-        place.deadline = _deadline(self._options.start_timeout)
+        place.deadline = _deadline(self.start_timeout)
         return True
 
     def _num_left(self) -> int:
@@ -551,22 +530,15 @@ class ActorGroup:
 
     def _check_connected(self) -> None:
         # After a shutdown, most calls of Ray would start another cluster.
-        if not self._ray.is_initialized():
+        if not self.ray.is_initialized():
             self._fail("was lost: Ray was shut down")
 
     def _fail(self, why: str) -> None:
         """Raises an error that concerns all actors, in the name of the first."""
         node = self._places[0].node
-        raise ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
+        raise _errors.ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
 
-    def _call(
-        self,
-        place: _Place,
-        method: str,
-        on_result: Callable[[_Place, Any], None],
-        *args: Any,
-        retried: bool = False,
-    ) -> None:
+    def _call(self, place: _Place, method: str, on_result: Callable[[_Place, Any], None], *args: Any) -> None:
         """Calls a method of an actor. `on_result` gets the result in this thread."""
         incarnation = place.incarnation
 
@@ -581,33 +553,33 @@ class ActorGroup:
 
         place.pending = method
         bound = getattr(place.actor, method)
-        if retried:
+        if method == "identify":  # until Ray notices the death of a node, it reports "unavailable"
             bound = bound.options(max_task_retries=-1)
         future: Future[Any] = bound.remote(*args).future()
         future.add_done_callback(lambda future: self._events.put(partial(handle, future)))
 
     def _end(self) -> None:
-        if self._head.lost or not self._ray.is_initialized():
+        if self._head.lost or not self.ray.is_initialized():
             return
         if self.error is None:
             calls = [place.actor.close.remote() for place in self._places if place.actor is not None]
-            self._ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT)
+            self.ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT)
         for place in self._places:
             self._kill(place)
-        self._placement.close()
+        self.placement.close()
 
     def _kill(self, place: _Place) -> None:
         if place.actor is not None:
             with suppress(Exception):
-                self._ray.kill(place.actor, no_restart=True)
+                self.ray.kill(place.actor, no_restart=True)
 
 
 def _deadline(seconds: float | None) -> float:
     return float("inf") if seconds is None else time.monotonic() + seconds
 
 
-def _unpack_error(packed: RemoteError, place: _Place, when: str) -> RolloutError:
-    error = RolloutError(
+def _unpack_error(packed: RemoteError, place: _Place, when: str) -> _errors.RolloutError:
+    error = _errors.RolloutError(
         f"actor {place.number} on {place.node} raised {packed.name} {when}: {packed.message}\n\n"
         f"The actor's own traceback:\n{packed.traceback}",
         actor=place.number,
@@ -699,7 +671,7 @@ class RolloutStats:
     actors: tuple[ActorStats, ...]
 
 
-class Rollouts:
+class Rollouts(AbstractContextManager["Rollouts"]):
     """Actors on a Ray cluster that run rollouts, each in a local pool, for a learner in this process.
 
     Each actor runs `rollout(params, handle, timestep, key)`, compiled by `jax.jit`, again and again. The
@@ -819,7 +791,6 @@ class Rollouts:
                 "Rollouts has no option 'num_workers': Ray(workers_per_actor=) sets the number of workers of "
                 "each actor's pool"
             )
-        policy = parse_restart(on_fault)
         workers = ray_options.workers_per_actor
         # One worker would only wait for the actor's process, and the other way round.
         needs_process = workers > 1 or not {"workers", "spare_envs", "batch_size"}.isdisjoint(options)
@@ -833,8 +804,8 @@ class Rollouts:
         program = Program(rollout, env, num_envs, seed, options, save_states, *here)
         pickled = pickle_given(program, _refuse)
         cluster.connect(ray_options, timeouts.start)
-        self._ray: Any = importlib.import_module("ray")
-        nodes.check_place(self._ray, ray_options.of_actor())
+        ray: Any = importlib.import_module("ray")
+        nodes.check_place(ray, ray_options.of_actor())
         self._max_lag = max_lag
         self._device = device
         self._version = 0
@@ -845,13 +816,20 @@ class Rollouts:
         self._closed = False
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = self._dropped = 0
-        limits = timeouts.start, rollout_timeout, in_flight, rollouts_per_call
-        group_options = GroupOptions(
-            self._ray, ray_options, (least, most), *limits, policy, tuple(self._progress)
+        self._actors = ActorGroup(
+            ray,
+            nodes.Placement(ray, ray_options, [workers] * most, timeouts.start),
+            ray_options,
+            num_actors=(least, most),
+            start_timeout=timeouts.start,
+            rollout_timeout=rollout_timeout,
+            in_flight=in_flight,
+            rollouts_per_call=rollouts_per_call,
+            policy=parse_restart(on_fault),
+            newest=(self._version, jax.tree.map(copy_leaf, params)),
+            pickled=pickled,
+            resume=self._progress,
         )
-        placement = nodes.Placement(self._ray, ray_options, [workers] * most, timeouts.start)
-        weights = self._version, jax.tree.map(copy_leaf, params)
-        self._actors = ActorGroup(group_options, placement, pickled, weights)
         # Not at exit: Ray itself ends the actors then.
         weakref.finalize(self, self._actors.stop).atexit = False
         try:
@@ -880,7 +858,8 @@ class Rollouts:
             try:
                 done = self._actors.finished.get(timeout=until and max(until - time.monotonic(), 0))
             except queue.Empty:
-                raise NotReadyError(f"no rollout was done within {timeout} s; call get again") from None
+                why = f"no rollout was done within {timeout} s; call get again"
+                raise _errors.NotReadyError(why) from None
             if done is None:
                 self._actors.finished.put(None)  # the mark of the end, for other threads and later calls
                 self._broken = self._actors.error
@@ -934,12 +913,7 @@ class Rollouts:
         self._closed = True
         self._actors.close()
 
-    def __enter__(self) -> Rollouts:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> Any:
@@ -958,15 +932,15 @@ class Rollouts:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise PoolClosedError("the Rollouts were closed; create new ones")
+            raise _errors.PoolClosedError("the Rollouts were closed; create new ones")
         if self._broken is not None:
-            raise PoolBrokenError(
+            raise _errors.PoolBrokenError(
                 f"the Rollouts failed before; create new ones: {self._broken}"
             ) from self._broken
 
 
-def _refuse(error: Exception) -> NotPicklableError:
-    return NotPicklableError(
+def _refuse(error: Exception) -> _errors.NotPicklableError:
+    return _errors.NotPicklableError(
         f"the rollout, the env or an option can't be pickled, so it can't be sent to actors: {error}; create "
         "such objects inside the rollout function or the env"
     )
