@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hmac
 import importlib
 import json
@@ -48,7 +47,7 @@ _CONNECT_TIMEOUT = 3.0  # seconds for a reachable machine to accept a connection
 _HANDSHAKE_TIMEOUT = 30.0  # seconds for the proofs; longer, as the processes of a busy machine may be slow
 _UNAUTHENTICATED_TIMEOUT = 5.0  # seconds that a listener spends on one stranger
 _MAX_STRANGERS = 64  # that a listener examines at the same time
-_ACCEPT_RETRY_INTERVAL = 0.2  # seconds, while this process has no descriptor for another connection
+_ACCEPT_RETRY_INTERVAL = 0.2  # seconds after an error, such as no descriptor for another connection
 _MAX_MESSAGE = 1 << 36  # bytes
 _ACK_CHECK_INTERVAL = 3.0  # seconds between checks that sent data are acknowledged
 _ACK_TIMEOUT = 14.0  # seconds without an acknowledgement, after which the other machine is lost
@@ -236,8 +235,8 @@ class Listener:
             self._strangers.acquire()
             try:
                 sock, _ = self._socket.accept()
-            except OSError as error:
-                if self._closed or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+            except OSError:  # `close` was called, or another error of the network or of too few resources
+                if self._closed:
                     return
                 time.sleep(_ACCEPT_RETRY_INTERVAL)
                 self._strangers.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import pickle
@@ -171,6 +172,23 @@ def test_more_strangers_than_are_examined_at_once_keep_no_host_out(listener, mon
     connect(listener.address).close()
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS, errno.EPROTO])
+def test_a_listener_accepts_hosts_after_an_error(monkeypatch, number):
+    failing, accept = [OSError(number, os.strerror(number))], socket.socket.accept
+
+    def accept_later(self):
+        if failing:
+            raise failing.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    listener = Listener("127.0.0.1", 0, KEY)
+    here = connect(listener.address)
+    assert len(listener.wait(1, PATIENCE)) == 1
+    here.close()
+    listener.close()
 
 
 def test_a_host_of_another_version_is_told_so_and_not_queued(listener):
