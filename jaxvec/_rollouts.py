@@ -693,8 +693,8 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         env: Env id or constructor, as for `jaxvec.make`.
         num_envs: Number of envs of each actor.
         num_actors: Least and most number of actors, as `(2, 16)`; `16` means `(1, 16)`. The call waits until
-            the least number has started. The others start as soon as the cluster has free resources for
-            them. `get` raises if fewer than the least number can work.
+            the least number has started, and `get` raises if fewer can work. The others start as soon as the
+            cluster has free resources.
         params: First weights, version 0; a pytree of arrays.
         seed: Seed of the envs and keys.
         backend: `"ray"`, or a `jaxvec.Ray`. An actor holds `resources_per_worker` times
@@ -704,11 +704,10 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         device: `jax.Device` or sharding for trajectories; JAX's default if `None`.
         max_lag: Largest number of versions between the weights of a trajectory and the newest weights. Older
             trajectories are dropped and counted. `None` for no limit.
-        rollouts_per_call: Number of rollouts that an actor runs per message, all with the same weights. They
-            arrive together. More than one saves time here if rollouts are short. `rollout_timeout` then
-            limits all of them.
-        in_flight: Number of rollouts that an actor may finish before `get` returns the first of them. This
-            limits how far actors run ahead of a slow learner. At least `rollouts_per_call`.
+        rollouts_per_call: Number of rollouts that an actor runs per message, all with the same weights. This
+            saves time if they are short. They arrive together, and `rollout_timeout` limits all of them.
+        in_flight: Number of rollouts that an actor may finish before `get` returns the first of them; at
+            least `rollouts_per_call`.
         on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. `"restart"`, or a
             `jaxvec.Restart`, also replaces lost actors, and those with a pool that its envs or workers have
             broken; its limits count separately for each actor. One that exceeds them is given up, while
@@ -717,8 +716,8 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             then continues from its last rollout, and so does `resume`, bit for bit.
         resume: Result of `checkpoint`. Actors continue with the next rollouts, and `params` have the version
             that was the newest. Load only what you trust: it contains pickles.
-        timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. By default, steps and resets have no
-            limit. `start` also limits the time in which an actor makes and resets its pool.
+        timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
+            an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
             `None` for no limit, but the log reports a rollout that takes over a minute and ten times longer
             than any before. `timeouts` can limit single steps.
@@ -803,8 +802,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         here = versions()["jaxvec"], {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
         program = Program(rollout, env, num_envs, seed, options, save_states, *here)
         pickled = pickle_given(program, _refuse)
-        cluster.connect(ray_options, timeouts.start)
-        ray: Any = importlib.import_module("ray")
+        ray = cluster.connect(ray_options, timeouts.start).ray
         nodes.check_place(ray, ray_options.of_actor())
         self._max_lag = max_lag
         self._device = device

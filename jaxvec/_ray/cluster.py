@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,7 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
         raise ImportError(f'backend="ray" needs Ray: {install_command("ray")}') from error
     check_versions('backend="ray"', "ray")
     runtime_env = options.runtime_env or {}
-    if runtime_env:
-        nodes.check_runtime_env(runtime_env)
+    nodes.check_runtime_env(runtime_env)
     directories, _ = nodes.split_runtime_env(runtime_env)
     if not ray.is_initialized():
         address = options.address or os.environ.get("RAY_ADDRESS", "")
@@ -86,33 +86,31 @@ def describe() -> str:
         return f"off: Ray is not installed: {install_command('ray')}"
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
-        try:
+        with suppress(Exception):  # a private function of Ray, which may change
             services = importlib.import_module("ray._private.services")
             address = next(iter(services.find_gcs_addresses()), None)
-        except Exception:  # a private function of Ray, which may change
-            address = None
     where = f"a cluster at {address}" if address else "no cluster found: make starts one on this machine"
     return f"ready: Ray {version}; {where}"
 
 
+@dataclass
 class RayCluster:
     """A cluster that this process is connected to."""
 
-    def __init__(self, ray: Any, options: Ray) -> None:
-        self._ray = ray
-        self._options = options
+    ray: Any  # the module
+    options: Ray
 
     def num_workers(self, num_envs: int, timeout: float | None) -> int:
         """Returns the number of workers that fit now, at least one and at most one per env."""
-        if not any(self._options.of_actor(1).values()):
+        if not any(self.options.of_actor(1).values()):
             return num_envs
-        capacities = nodes.own_group_capacity(self._ray), nodes.cluster_capacity(self._ray)
-        counts = (each.num_workers(self._options) for each in capacities if each)
+        capacities = nodes.own_group_capacity(self.ray), nodes.cluster_capacity(self.ray)
+        counts = (each.num_workers(self.options) for each in capacities if each)
         return min(num_envs, next(filter(None, counts), 1))
 
     def launcher(self, slices: Slices, config: PoolConfig) -> RayLauncher:
         """Reserves resources for the workers of these slices, and returns their launcher."""
-        return RayLauncher(self._ray, self._options, slices, config)
+        return RayLauncher(self.ray, self.options, slices, config)
 
 
 class RayLauncher(HostLauncher):

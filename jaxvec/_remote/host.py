@@ -339,8 +339,6 @@ def serve_pool(
     """Dials in to a pool, and serves its envs until it closes.
 
     Args:
-        address: Host and port at which the pool listens.
-        key: Key that the pool has, too.
         node: Name of this host in errors.
         max_envs: Largest number of envs to serve; `None` for no limit.
         token: Place that this host was started for; empty for any.

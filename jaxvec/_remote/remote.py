@@ -120,9 +120,9 @@ class _DialledHost(HostSource):
         self.place = f"no host yet, as none with room for {num_envs} envs has dialled in to {remote.address},"
 
     def start(self, check: Callable[[], None]) -> Host:
-        while (host := self._listener.take(self._fits, CHECK_INTERVAL)) is None:
+        while (host := self._listener.take(self._has_room, CHECK_INTERVAL)) is None:
             check()
         return host
 
-    def _fits(self, host: Host) -> bool:
-        return not host.token and (host.max_envs is None or host.max_envs >= self._num_envs)
+    def _has_room(self, host: Host) -> bool:
+        return host.max_envs is None or host.max_envs >= self._num_envs
