@@ -286,7 +286,6 @@ class ActorGroup:
     """Actors that run rollouts, and the thread that serves them. Timeouts are in seconds, or `None`."""
 
     ray: Any  # the module
-    placement: nodes.Placement
     backend: Ray
     num_actors: tuple[int, int]  # least and most
     start_timeout: float | None
@@ -304,6 +303,8 @@ class ActorGroup:
         self._budget = Budget(self.policy, self.num_actors[1], who="actor")
         self._program = self.ray.put(pickled)
         self._published = self.newest[0], self._store(self.newest[1])
+        workers = [self.backend.workers_per_actor] * self.num_actors[1]
+        self._placement = nodes.Placement(self.ray, self.backend, workers, self.start_timeout)
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
         self._places = [_Place(number) for number in range(self.num_actors[1])]
         for place, progress in zip(self._places, resume, strict=False):
@@ -377,7 +378,7 @@ class ActorGroup:
         place.version = -1
         place.dead_nodes = nodes.find_dead_nodes(self.ray)
         place.node = "no node yet"
-        options = self.placement.actor_options(place.number, self.backend.workers_per_actor)
+        options = self._placement.actor_options(place.number, self.backend.workers_per_actor)
         if not options["num_gpus"]:
             env_vars = options["runtime_env"].get("env_vars", {})
             options["runtime_env"]["env_vars"] = {"JAX_PLATFORMS": "cpu", **env_vars}
@@ -487,7 +488,7 @@ class ActorGroup:
             return
         where = f"actor {place.number} on {place.node}"
         error = _errors.ActorDiedError(f"{where} {why}", actor=place.number, node=place.node)
-        if loss := self.placement.loss():
+        if loss := self._placement.loss():
             error.args = (f"{error}\n{loss}",)
             raise error
         self._restart(place, error)
@@ -566,7 +567,7 @@ class ActorGroup:
             self.ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT)
         for place in self._places:
             self._kill(place)
-        self.placement.close()
+        self._placement.close()
 
     def _kill(self, place: _Place) -> None:
         if place.actor is not None:
@@ -816,7 +817,6 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         self._rollouts = self._env_steps = self._dropped = 0
         self._actors = ActorGroup(
             ray,
-            nodes.Placement(ray, ray_options, [workers] * most, timeouts.start),
             ray_options,
             num_actors=(least, most),
             start_timeout=timeouts.start,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import WAKE, Channel, adopt_channel, channel_pair, dead_socket
-from jaxvec._dispatch.dispatch import ParentDispatch, time_left
+from jaxvec._dispatch.dispatch import time_left
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._remote import wire
@@ -306,9 +306,7 @@ class WorkerHost:
             slices = (*[(first, first)] * before, *self._slices, *[(stop, stop)] * after)
             own_channels = [each.channel for each in self._worker_slots.values()]
             channels = [*[dead_channel] * before, *own_channels, *[dead_channel] * after]
-            self._dispatch: ParentDispatch = parent_end(
-                kind, self._marks, slices=slices, channels=channels, spin_ns=0
-            )
+            self._dispatch = parent_end(kind, self._marks, slices=slices, channels=channels, spin_ns=0)
             self._arrays = arrays  # last: `run` uses the attributes above once it is set
         if inherited is not None:
             slots = self._wire.inheritance(attach.worker).unpack(inherited)

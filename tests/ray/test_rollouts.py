@@ -597,6 +597,13 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
 
 
+def test_params_that_can_not_be_sent_reserve_nothing(make_rollouts):
+    with pytest.raises(TypeError, match="can't contain JAX keys"):
+        make_rollouts(params=jax.random.key(0), backend=jaxvec.Ray(placement_strategy="PACK"))
+    states = [group["state"] for group in ray.util.placement_group_table().values()]
+    assert set(states) <= {"REMOVED"}
+
+
 def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, cluster, tmp_path):
     rollouts = make_rollouts(env=partial(Gated, tmp_path))
     waiting = threading.Thread(target=_shut_down, args=(tmp_path,), daemon=True)
