@@ -11,6 +11,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxvec._config import check_count
 from jaxvec._remote.host import serve_pool
 from jaxvec._remote.remote import check_key, parse_address
 from jaxvec._remote.wire import HostLostError
@@ -43,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         address, key = parse_address(options.connect), check_key(options.key_file.read_bytes())
+        if options.envs is not None:
+            check_count("--envs", options.envs, 1)
         context = None if options.tls_ca is None else ssl.create_default_context(cafile=options.tls_ca)
     except (OSError, ValueError) as error:
         return _fail(error, 2)

@@ -346,7 +346,11 @@ def test_a_host_with_another_key_is_refused(hosts, tmp_path):
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [(["--key-file", "/no/such/file"], "No such file"), (["--connect", "here"], "HOST:PORT")],
+    [
+        (["--key-file", "/no/such/file"], "No such file"),
+        (["--connect", "here"], "HOST:PORT"),
+        (["--envs", "0"], "--envs must be an integer of at least 1, not 0"),
+    ],
 )
 def test_wrong_arguments_of_a_host_are_told(hosts, more, said):
     host = hosts.start(*more)
