@@ -154,10 +154,9 @@ class RolloutActor:
         except Exception as error:
             try:
                 self._envs.raise_if_failed()
+                results.append(_pack_error(error))
             except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
                 results.append(_pack_error(typed))
-            else:
-                results.append(_pack_error(error))
         return results
 
     def _rollout(self, envs: VectorEnv, index: int) -> PackedRollout:
@@ -503,18 +502,18 @@ class ActorGroup:
             self._budget.spend(place.number, error, ", and resets its envs")
         except (_errors.ActorDiedError, _errors.RolloutError):  # the error itself
             place.given_up = True
-            if self.policy is None or self._num_left() < self.num_actors[0]:
+            left = sum(not each.given_up for each in self._places)
+            if self.policy is None or left < self.num_actors[0]:
                 raise
             place.actor, place.deadline, place.version = None, float("inf"), -1
             place.incarnation += 1  # late answers are of no interest
-            _logger.error("%s The other actors continue: %d are left", error, self._num_left())
+            _logger.error("%s The other actors continue: %d are left", error, left)
             return
         self._start(place)
 
     def _may_wait(self, place: _Place) -> bool:
         """Extends the time of a place without resources; returns False if too few other actors work."""
-        waiting = sum(each.waits and each is not place for each in self._places) + 1
-        working = self._num_left() - waiting
+        working = sum(not (each.waits or each.given_up) for each in self._places if each is not place)
         if working < self.num_actors[0]:
             return False
         if not place.waits:
@@ -525,9 +524,6 @@ class ActorGroup:
             )
         place.deadline = _deadline(self.start_timeout)
         return True
-
-    def _num_left(self) -> int:
-        return sum(not place.given_up for place in self._places)
 
     def _check_connected(self) -> None:
         # After a shutdown, most calls of Ray would start another cluster.

@@ -249,7 +249,7 @@ class Shipper:
                     self._link.ship(wire.ROWS + verb, packer.pack(slots).data)
 
     def wake(self, message: Any = WAKE) -> None:
-        """Lets the thread look for requests, or end if the message is `None`."""
+        """Wakes the thread, which looks for requests, or ends if the message is `None`."""
         self._channel.put(message)
         self._requests.notify_worker()
 
