@@ -475,8 +475,8 @@ class EnvSlice(Slice):
         for slot, env, value in self._accessed(slots, values):
             with AttributeErrorContext(slot, f"set_attr({name!r})"):
                 call(put_attr, env, name, value)
-                if (own := self._slots.own.get(slot - self.first)) is not None:
-                    put_attr(own, name, value)
+                if isinstance(env, Guest):
+                    put_attr(env.own, name, value)
 
     def _accessed(self, slots: Iterable[int], args: Sequence[Any]) -> Iterator[tuple[int, Env, Any]]:
         """Yields each slot with its env and its arguments. User code may then change the env."""
@@ -488,7 +488,8 @@ class EnvSlice(Slice):
 
     def can_leave(self) -> bool:
         """Returns whether `hand_over` can be called: no env is elsewhere, or has to recover from a fault."""
-        return not (self._slots.own or self._resumed or any(each > IDLE for each in self._episodes.state))
+        has_guests = any(isinstance(env, Guest) for env in self._slots.envs)
+        return not (has_guests or self._resumed or any(each > IDLE for each in self._episodes.state))
 
     def hand_over(self, *, inexact: str, cut: bool) -> HandedOver:
         """Returns a message for the process that continues. Afterwards, this slice can only `host` envs.
@@ -527,7 +528,7 @@ class EnvSlice(Slice):
         for index, state in enumerate(slots):
             self._restore_slot(index, state, moved=True)
         for index in guests:
-            self._slots.host(index, Guest(connection, index))
+            self._slots.invite(index, connection)
         self._states.add(list(kept), list(kept.values()))
 
     def _pack_slots(self, guests: Sequence[int] | None = None) -> bytes:
@@ -735,7 +736,7 @@ class EnvSlice(Slice):
         """
         if self._episodes.state[index] > IDLE or index in self._resumed:
             raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
-        if index in self._slots.own:
+        if isinstance(self._slots.envs[index], Guest):
             raise EnvStateError("the env ends its episode in a recycled process, where it can't be saved")
         info = self._rows.infos[index]
         stateful = self._slots.stateful[index]

@@ -46,19 +46,24 @@ class Entrance:
 
 
 class Guest:
-    """An env of another process, which steps it on request."""
+    """An env of another process, which steps it on request, in the place of a new one of this process."""
 
     set_observation_buffer = None  # its process does not write the rows
 
-    def __init__(self, connection: Connection, index: int) -> None:
-        self._connection, self._index = connection, index
+    def __init__(self, connection: Connection, index: int, own: Env) -> None:
+        self._connection, self._index, self.own = connection, index, own
 
     def step(self, action: Any) -> Any:
         return self.run(_call_attr, "step", action)
 
-    def close(self) -> None:
-        with suppress(RuntimeError):  # the other process closes its envs after the last one
+    def leave(self) -> Env:
+        """Ends the borrowing, and returns the new env. After the last, the other process closes its envs."""
+        with suppress(RuntimeError):
             self.run(None)
+        return self.own
+
+    def close(self) -> None:
+        self.leave().close()
 
     def run(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Returns `function(env, *args, **kwargs)`, called in its process; `None` ends the borrowing."""

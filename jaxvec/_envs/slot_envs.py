@@ -25,6 +25,7 @@ from jaxvec._config import PoolConfig
 from jaxvec._envs.env_states import EnvState, StatefulEnv
 from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
 from jaxvec._envs.flight import FlightRecorder
+from jaxvec._envs.guests import Guest
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
@@ -259,8 +260,6 @@ class SlotEnvs:
         self.record(None)
         self.spares = spares
         self._states, self._takes_states = config.states, config.takes_states
-        # The envs of this process for slots in which a `Guest` finishes its episode.
-        self.own: dict[int, Env] = {}
         # Empty if the pool keeps no states. All slots of a simulator share one env and its `StatefulEnv`.
         stateful = {id(env): self._make_stateful(env) for env in envs if config.takes_states}
         self.stateful = [stateful[id(env)] for env in envs if config.takes_states]
@@ -347,16 +346,16 @@ class SlotEnvs:
         self.changed(index)
         self._note_rebuilt(index)
 
-    def host(self, index: int, guest: Any) -> None:
+    def invite(self, index: int, connection: Any) -> None:
         """Puts the env of another process into a slot, until the next reset."""
-        self.own[index], self.envs[index] = self.envs[index], guest
+        guest: Any = Guest(connection, index, self.envs[index])
+        self.envs[index] = guest
         self.changed(index)
 
     def settle(self, index: int) -> None:
-        """Returns a slot to the env of this process, if it has a guest, which ends."""
-        if index in self.own:
-            guest, self.envs[index] = self.envs[index], self.own.pop(index)
-            guest.close()
+        """Returns a slot to the env of this process, if it has a guest."""
+        if isinstance(guest := self.envs[index], Guest):
+            self.envs[index] = guest.leave()
             self.changed(index)
 
     def was_reset(self, index: int) -> bool:
@@ -446,8 +445,7 @@ class SlotEnvs:
             seed = self._new_seeds.get(index)
         else:
             self._last_seeds[index] = seed
-        if self.own:
-            self.settle(index)
+        self.settle(index)
         if index in self._unlent:
             self._unlent.remove(index)
             self._lend(index)

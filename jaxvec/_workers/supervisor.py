@@ -638,11 +638,9 @@ class Supervisor:
 
     def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
         """Kills a worker, unless it hosts envs, and starts a new process. Raises `error` if that fails."""
-        old, handed = self._processes[worker], self._handed.get(worker)
-        is_host = handed is not None and handed.host is not None
-        if is_host:
-            self._hosts.append((worker, old))
-        else:
+        old = self._processes[worker]
+        is_host = (worker, old) in self._hosts
+        if not is_host:
             old.end()
         self.channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
         with self.channels[worker].sending:
@@ -691,6 +689,8 @@ class Supervisor:
             fate += describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
         _logger.info("%s is recycled, as %s: %s", self.diagnosis.name(worker), reason, fate)
         self._handed[worker] = message
+        if message.host is not None:
+            self._hosts.append((worker, self._processes[worker]))
         self._note_loss(worker, "the worker was recycled")
         self._relaunch(worker, None)
 

@@ -309,6 +309,25 @@ def test_close_during_a_handover_ends_all_processes():
         assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
+def test_close_beside_guests_closes_every_env_of_both_processes(tmp_path):
+    class Noting(Opened):
+        def __init__(self):
+            super().__init__()
+            self.note = tmp_path / f"{os.getpid()}-{id(self)}"
+            self.note.touch()
+
+        def close(self):
+            self.note.unlink()
+
+    with make(Noting, OFTEN) as envs:
+        envs.reset(seed=0)
+        for _ in range(15):
+            envs.step([1] * NUM_ENVS)
+        assert len(probe.hosts(envs)) == 2
+        assert len([*tmp_path.iterdir()]) == 2 * NUM_ENVS
+    assert not [*tmp_path.iterdir()]
+
+
 def test_faults_beside_recycling_are_recovered():
     class Fragile(Walk):
         def step(self, action):
