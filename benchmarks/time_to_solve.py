@@ -3,40 +3,40 @@
     python -m benchmarks.time_to_solve --cleanrl ppo.py --python PYTHON
 
 The programs alternate, one seed at a time, each with its default options. CartPole is solved when the mean
-return of the last 100 episodes is at least 475. The time counts from the start of the process, so it includes
-imports, the start of envs and compilation. CleanRL pins its dependencies (gymnasium 0.29), so it needs a
-separate interpreter.
+return of the last 100 episodes is at least 475, as the program reports it: jaxvec's in `metrics.csv`,
+CleanRL's on its standard output. The time counts from the start of the process, so it includes imports, the
+start of envs and compilation. CleanRL pins its dependencies (gymnasium 0.29), so it needs a separate
+interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SOLVED = 475.0
 _LIMIT = 1800  # seconds per run
+_POLL = 0.02  # seconds between two looks at the output
 _RETURN = re.compile(r"episodic_return=\[?([\d.]+)")
 
 
 def jaxvec_seconds(seed: int) -> float:
     """Returns the seconds until jaxvec's program solves CartPole, or infinity if it ends earlier."""
 
-    def solved(line: str) -> bool:
-        reached = re.search(r"mean return ([\d.]+)", line)
-        return reached is not None and float(reached[1]) >= SOLVED
+    def solved(folder: Path) -> bool:
+        rows = csv.DictReader(_lines(folder / "runs/run/metrics.csv"))
+        return any(float(row["episode_return"] or "nan") >= SOLVED for row in rows)
 
     module = "jaxvec.examples.ppo"
-    command = [sys.executable, "-u", "-m", module, "--stop-at", str(SOLVED), "--seed", str(seed)]
-    return _seconds_until(solved, command)
+    return _seconds_until(solved, [sys.executable, "-m", module, "--name", "run", "--seed", str(seed)])
 
 
 def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
@@ -47,11 +47,12 @@ def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
         script: Path of `ppo.py`.
         seed: Seed of the run.
     """
-    returns: deque[float] = deque(maxlen=100)
+    returns: list[float] = []
 
-    def solved(line: str) -> bool:
-        returns.extend(map(float, _RETURN.findall(line)))
-        return len(returns) == 100 and statistics.mean(returns) >= SOLVED
+    def solved(folder: Path) -> bool:
+        returns[:] = [float(each) for line in _lines(folder / "output") for each in _RETURN.findall(line)]
+        means = (statistics.mean(returns[end - 100 : end]) for end in range(100, len(returns) + 1))
+        return any(mean >= SOLVED for mean in means)
 
     seconds = _seconds_until(solved, [python, "-u", str(script.resolve()), "--seed", str(seed)])
     if not returns:
@@ -59,29 +60,34 @@ def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
     return seconds
 
 
-def _seconds_until(solved: Callable[[str], bool], command: Sequence[str]) -> float:
-    """Runs a program and returns the seconds from its start until `solved` accepts a line of its output.
+def _lines(file: Path) -> list[str]:
+    """Returns the complete lines of a file, which the program may still be writing."""
+    return file.read_text().split("\n")[:-1] if file.exists() else []
 
-    The result is infinity if no line is accepted within `_LIMIT` or before the program ends.
+
+def _seconds_until(solved: Callable[[Path], bool], command: Sequence[str]) -> float:
+    """Runs a program in an empty folder and returns the seconds from its start until `solved`.
+
+    `solved` takes the folder, where `output` is the program's standard output. The result is infinity if it
+    does not become true within `_LIMIT` or before the program ends.
 
     Raises:
         CalledProcessError: The program failed.
     """
-    with tempfile.TemporaryDirectory() as folder:  # for files that the program writes
+    with tempfile.TemporaryDirectory() as name, Path(name, "output").open("w") as output:
         start = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as program:
-            assert program.stdout is not None
-            limit = threading.Timer(_LIMIT, program.kill)  # reading blocks while the program prints nothing
-            limit.start()
+        with subprocess.Popen(command, stdout=output, cwd=name) as program:
             try:
-                for line in program.stdout:
-                    if solved(line):
-                        return time.perf_counter() - start
-                code = program.wait()
+                while (seconds := time.perf_counter() - start) < _LIMIT:
+                    code = program.poll()
+                    if solved(Path(name)):
+                        return seconds
+                    if code is not None:
+                        break
+                    time.sleep(_POLL)
             finally:
-                limit.cancel()
-                program.kill()
-        if code > 0:  # negative if `limit` killed the program
+                program.terminate()
+        if code:
             raise subprocess.CalledProcessError(code, command)
     return float("inf")
 
