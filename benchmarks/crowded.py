@@ -53,6 +53,7 @@ def run(sizes: list[int], num_loops: int, rounds: int, seconds: float) -> Iterat
         "bare env.step loops, one per core": bare_loops,
         "jaxvec in scan": scan,
         "jaxvec in scan, one worker": partial(scan, num_workers=1),
+        "jaxvec in scan, four workers": partial(scan, num_workers=4),
         "jaxvec in scan, serial backend": partial(scan, backend="serial"),
     }
     load = LOADS["CartPole x 64"]
