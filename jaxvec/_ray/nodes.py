@@ -221,16 +221,22 @@ class Placement:
         self._options = options
         self._group: Any = None  # the pool's own group
         self._parent: Any = None  # the group of this process; other threads of a Ray task can't look it up
-        if options.placement_strategy is not None:
+        if (strategy := options.placement_strategy) is not None:
             bundles = [options.of_actor(count) for count in counts]
-            self._group = self._reserve(bundles, options.placement_strategy, timeout)
+            self._group = ray.util.placement_group(bundles, strategy=strategy)
+            if not self._group.wait(timeout_seconds=1e9 if timeout is None else timeout):
+                self.close()
+                raise TimeoutError(
+                    f"the Ray cluster has no room for {len(bundles)} actors of {bundles[0]} with "
+                    f"placement_strategy={strategy!r}: none was found within Timeouts.start, {timeout} s; "
+                    f"available: {ray.available_resources()}"
+                )
         elif (own := own_group_capacity(ray)) and own.num_actors(options.of_actor(counts[0])) >= len(counts):
             self._parent = ray.util.get_current_placement_group()
 
     def actor_options(self, actor: int, num_workers: int) -> dict[str, Any]:
         resources = self._options.of_actor(num_workers)
-        schedulers: Any = importlib.import_module("ray.util.scheduling_strategies")
-        in_group = schedulers.PlacementGroupSchedulingStrategy
+        in_group = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         if self._group is not None:
             strategy = in_group(self._group, placement_group_bundle_index=actor)
         else:  # "DEFAULT" escapes a group that captures child actors
@@ -249,29 +255,14 @@ class Placement:
     def loss(self) -> str:
         """Returns why no actor can be placed any more, or an empty string. Ray would wait forever."""
         group = self._group
-        if group is None or _groups().placement_group_table(group).get("state") != "REMOVED":
+        if group is None or self._ray.util.placement_group_table(group).get("state") != "REMOVED":
             return ""
         return "the placement group of the pool's actors was removed, so lost actors can't be replaced"
 
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None and self._ray.is_initialized():
-            _groups().remove_placement_group(group)
-
-    def _reserve(self, bundles: list[dict[str, float]], strategy: str, timeout: float | None) -> Any:
-        group = _groups().placement_group(bundles, strategy=strategy)
-        if not group.wait(timeout_seconds=1e9 if timeout is None else timeout):
-            _groups().remove_placement_group(group)
-            raise TimeoutError(
-                f"the Ray cluster has no room for {len(bundles)} actors of {bundles[0]} with "
-                f"placement_strategy={strategy!r}: none was found within Timeouts.start, {timeout} s; "
-                f"available: {self._ray.available_resources()}"
-            )
-        return group
-
-
-def _groups() -> Any:
-    return importlib.import_module("ray.util.placement_group")
+            self._ray.util.remove_placement_group(group)
 
 
 def _count_fits(have: Mapping[str, float], wanted: Mapping[str, float]) -> int:
