@@ -201,20 +201,13 @@ class Shipper:
         self._order = threading.Lock()
         self._attached = np.zeros(len(self._answered), np.bool_)  # slots of workers that are attached
         self._shipped = self._marks.completed.copy()  # the latest request shipped for each slot
-        self._slots = slice(link.slices[0][0], link.slices[-1][1])
+        slots = link.slices[0][0], link.slices[-1][1]
+        self._slots = slice(*slots)
         self._channel = _ShipperChannel(link.wake_pool)
-        self._requests, self._results = (
-            worker_end(
-                attach.dispatch,
-                marks,
-                worker=first,
-                slots=(self._slots.start, self._slots.stop),
-                channel=self._channel,
-                spin_ns=0,
-                notices=int(marks.worker_notices[first, 0]),
-            )
-            for marks in (replace(self._marks, completed=self._shipped), self._marks)
-        )
+        end = partial(worker_end, attach.dispatch, worker=first, slots=slots, channel=self._channel)
+        notices = int(self._marks.worker_notices[first, 0])
+        self._requests = end(replace(self._marks, completed=self._shipped), spin_ns=0, notices=notices)
+        self._results = end(self._marks, spin_ns=0, notices=notices)
         self._thread = _start_thread(self._run)
 
     def attach(self, worker: int, send: Callable[[wire.Payload | None], Any], *, replaces: bool) -> None:
