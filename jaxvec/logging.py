@@ -365,6 +365,8 @@ class Run:
     def film(self, env: str | Callable[..., gymnasium.Env[Any, Any]], number: int) -> Any:
         """Returns an argument for `make` which films the first envs by Gymnasium's `RecordVideo`.
 
+        Further arguments of `make` are passed to the envs, as without films.
+
         The films, in the folder `videos`, show the episodes 0, 1, 8, 27, ..., 1000, 2000, ... of each. They
         need the package `moviepy`.
 
@@ -378,12 +380,14 @@ class Run:
         videos = str(self.folder.absolute() / "videos")
         start = f"from_{self.env_steps}_" if self.env_steps else ""  # a resumed run may start new episodes
 
-        def constructor(index: int) -> gymnasium.Env[Any, Any]:  # workers call it, and must not import JAX
+        # Workers call it, and must not import JAX.
+        def constructor(index: int, **arguments: Any) -> gymnasium.Env[Any, Any]:
             if index >= number:
-                return make()
+                return make(**arguments)
+            film = make(render_mode="rgb_array", **arguments)
             options: Any = {"name_prefix": f"{start}env_{index}", "disable_logger": True}
             with warnings.catch_warnings(action="ignore"):  # of films of other envs in the folder
-                return gymnasium.wrappers.RecordVideo(make(render_mode="rgb_array"), videos, **options)
+                return gymnasium.wrappers.RecordVideo(film, videos, **options)
 
         return constructor
 

@@ -197,15 +197,18 @@ def test_a_run_films_the_first_envs(tmp_path):
     with Run(tmp_path, progress=False) as run:
         assert run.film("CartPole-v1", 0) == "CartPole-v1"
         make = partial(gymnasium.make, "CartPole-v1", max_episode_steps=3)
-        for steps, start in ((0, ""), (60, "from_60_")):  # the second pool is that of a resumed run
+        own, given = (make, {}), ("CartPole-v1", {"max_episode_steps": 3})
+        # The second pool is that of a resumed run.
+        for steps, start, (env, options) in ((0, "", own), (60, "from_60_", given)):
             run.log(steps)
             jax.effects_barrier()
-            with jaxvec.make(run.film(make, 2), 3, num_workers=1) as envs:
+            with jaxvec.make(run.film(env, 2), 3, num_workers=1, **options) as envs:
                 envs.reset(seed=0)
                 envs.step(np.zeros(3, int))
                 assert envs.get_attr("render_mode") == ("rgb_array", "rgb_array", None)
                 for _ in range(2):
-                    envs.step(np.zeros(3, int))
+                    _, _, _, truncated, _ = envs.step(np.zeros(3, int))
+                assert truncated.all()
                 (modules,) = {frozenset(names) for names in envs.map(lambda env: [*sys.modules])}
                 assert "jax" not in modules
             films = {path.name for path in (tmp_path / "videos").glob(f"{start}env_*")}
