@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import optax
@@ -317,29 +316,25 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
             run.log(state.number * steps_per_update, evaluation=score, policy_evaluation=policy)
 
 
-def make_envs(config: Config, num_envs: int, videos: str = "", **options: Any) -> jaxvec.VectorEnv:
-    """Makes the envs. With a folder for `videos`, it films all of them."""
+def make_envs(config: Config, env: Any, num_envs: int, **options: Any) -> jaxvec.VectorEnv:
     options |= {"num_workers": config.num_workers and min(config.num_workers, num_envs)}
     # The states of one search: the root and the nodes that it adds to each tree.
-    options |= {"states": num_envs * (1 + config.num_simulations)} | config.make_options
-    spec = gymnasium.registry.get(config.env, config.env)
-
-    def film(index: int, **options: Any) -> gymnasium.Env[Any, Any]:  # a worker calls this, without JAX
-        env = gymnasium.make(spec, render_mode="rgb_array", **options)
-        names: Any = {"name_prefix": f"env_{index}", "disable_logger": True}
-        return gymnasium.wrappers.RecordVideo(env, videos, episode_trigger=lambda _: True, **names)
-
-    return jaxvec.make(film if videos else config.env, num_envs, **options)
+    options |= {"states": num_envs * (1 + config.num_simulations)}
+    return jaxvec.make(env, num_envs, **options, **config.make_options)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
     about = "Learn a policy and a value by tree search with copies of Gymnasium envs."
     with training(Config, argv, program="search", about=about) as (config, run):
         make, once = partial(make_envs, config), {"autoreset_mode": "EPISODIC"}  # each env plays one episode
-        with make(config.num_envs) as envs, make(config.eval_envs, **once) as eval_envs:
-            videos = str(run.folder.absolute() / "videos")
-            with make(config.video, videos, **once) if config.video else nullcontext() as film:
-                train(config, run, envs, eval_envs, film)
+        env, num_films = config.env, config.video
+        films = make(run.film(env, num_films), num_films, **once) if num_films else nullcontext()
+        with (
+            films as film,
+            make(env, config.num_envs) as envs,
+            make(env, config.eval_envs, **once) as eval_envs,
+        ):
+            train(config, run, envs, eval_envs, film)
     return run
 
 

@@ -124,6 +124,7 @@ def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
         ("dqn", "--learn-after 128"),
         ("sac", "--learn-after 128 --gradient-steps 1"),
         ("ppo_recurrent", "--num-minibatches 2"),
+        ("search", "--num-minibatches 2 --num-simulations 2 --eval-envs 2 --eval-steps 30"),
         ("impala", "--num-actors 2"),
         ("ippo", "--num-minibatches 2"),
         ("ppo_atari", "--num-minibatches 2"),
@@ -567,12 +568,3 @@ def test_value_targets_of_search_are_what_their_definition_says():
             expected[t, env] = total
     steps = search.Steps(None, None, value[:6], reward[:6], done)
     np.testing.assert_allclose(search.returns(config, steps, value[6]), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.nightly
-def test_search_films_the_evaluated_episodes():
-    pytest.importorskip("moviepy", reason="moviepy is not installed")
-    options = "--num-envs 2 --num-steps 8 --num-minibatches 2 --total-steps 32 --save-every 1 --eval-envs 2"
-    search.main([*options.split(), "--num-simulations", "2", "--video", "1", "--name", "a"])
-    films = sorted(path.name for path in Path("runs/a/videos").glob("*.mp4"))
-    assert films == ["env_0-episode-0.mp4", "env_0-episode-1.mp4"]  # one of each evaluation
