@@ -23,8 +23,19 @@ from typing import Any
 
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
-from jaxvec._workers import foreign, forkserver
+from jaxvec._workers import foreign
 from jaxvec._workers.base import Process, describe_exit
+from jaxvec._workers.forkserver import (
+    ANSWER,
+    FORK,
+    PID,
+    REAP,
+    Imports,
+    ProcessContext,
+    Refused,
+    Started,
+    process_identity,
+)
 from jaxvec._workers.output import Output
 from jaxvec._workers.spawn import environ, start
 
@@ -99,7 +110,7 @@ class _Server:
                 )
             self.pid = self._process.pid
             with suppress(ConnectionError):  # it has ended; `fork` will raise
-                self._requests.send(pickle.dumps(forkserver.Imports(modules, *foreign.path_for(python))))
+                self._requests.send(pickle.dumps(Imports(modules, *foreign.path_for(python))))
         except BaseException:
             self._requests.close()
             raise
@@ -110,24 +121,24 @@ class _Server:
             raise ConnectionError
         folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
-            socket.send_fds(self._requests, [forkserver.FORK], [control, *streams, folder])
+            socket.send_fds(self._requests, [FORK], [control, *streams, folder])
         finally:
             os.close(folder)
 
     def reap(self, pid: int) -> int | None:
         """Reaps a worker that has ended. Returns its exit code, or `None` if the server has ended, too."""
         with self._lock, suppress(OSError):
-            self._requests.send(forkserver.REAP + forkserver.PID.pack(pid))
+            self._requests.send(REAP + PID.pack(pid))
             # The answer to an interrupted call may come first.
             while pid not in self._exitcodes:
                 if not wait([self._requests], self._patience):
                     self._patience = 0
                     break
                 self._patience = _ANSWER_TIMEOUT
-                answer = self._requests.recv(forkserver.ANSWER.size)
+                answer = self._requests.recv(ANSWER.size)
                 if not answer:
                     break
-                reaped, exitcode = forkserver.ANSWER.unpack(answer)
+                reaped, exitcode = ANSWER.unpack(answer)
                 self._exitcodes[reaped] = exitcode
         return self._exitcodes.pop(pid, None)
 
@@ -194,14 +205,14 @@ class Forker:
             finally:
                 os.close(theirs)
             with suppress(EOFError):  # the server may have refused, and closed its end
-                ours.send(forkserver.ProcessContext.here(env), deadline=deadline)
+                ours.send(ProcessContext.here(env), deadline=deadline)
             if not ours.readable(deadline):
                 raise TimeoutError(
                     "the fork server did not answer in time. If a module in preload is slow to import, "
                     "remove it, or pass a larger Timeouts(start=...)"
                 )
-            answer: forkserver.Started | forkserver.Refused = ours.receive(deadline)
-            if isinstance(answer, forkserver.Refused):
+            answer: Started | Refused = ours.receive(deadline)
+            if isinstance(answer, Refused):
                 if not isinstance(answer.error, OSError):  # of its imports: it will refuse every fork
                     self._discard_server()
                 raise answer.error
@@ -218,8 +229,7 @@ class Forker:
             early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
             changes = tuple(sorted(self._workers.env.items()))
             modules, python = tuple(self._workers.preload), self._workers.python
-            identity = forkserver.process_identity()
-            key = (*sorted(early.items()), changes, modules, python or sys.executable, identity)
+            key = (*sorted(early.items()), changes, modules, python or sys.executable, process_identity())
             server = _servers.pop(key, None) or _Server(env, modules, python)
             _servers[key] = server
             server.users += 1
