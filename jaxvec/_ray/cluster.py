@@ -26,7 +26,7 @@ _CONNECT_TIMEOUT = 10.0  # seconds for the head's machine to answer
 _PLACE_CHECK_INTERVAL = 1.0  # seconds between checks that an actor can still be placed
 _CAUSE_TIMEOUT = 2.0  # seconds in which Ray may find out why an actor's connection ended
 
-_shipped: dict[str, dict[str, Any]] = {}  # directories that Ray shipped at connection, by `_connection`
+_shipped: dict[str, dict[str, Any]] = {}  # directories that Ray shipped at connection, by its id
 
 
 def connect(options: Ray, timeout: float | None) -> RayCluster:
@@ -53,24 +53,20 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
         seconds = _CONNECT_TIMEOUT if timeout is None else min(timeout, _CONNECT_TIMEOUT)
         nodes.check_reachable(address, seconds)
         ray.init(address=options.address, runtime_env=dict(directories) or None)  # Ray modifies the dict
-        _shipped[_connection(ray)] = directories
+        _shipped[ray.get_runtime_context().get_worker_id()] = directories
         return RayCluster(ray, options)
-    connected = ray.get_runtime_context().gcs_address
-    if not nodes.is_same_head(options.address, connected, ray.util.get_node_ip_address()):
+    context = ray.get_runtime_context()
+    if not nodes.is_same_head(options.address, context.gcs_address, ray.util.get_node_ip_address()):
         raise ValueError(
             f"address is {options.address!r}, but this process is connected to the Ray cluster at "
-            f"{connected}; omit address, or call ray.shutdown() first"
+            f"{context.gcs_address}; omit address, or call ray.shutdown() first"
         )
-    if directories and directories != _shipped.get(_connection(ray)):
+    if directories and directories != _shipped.get(context.get_worker_id()):
         raise ValueError(
             f"runtime_env: Ray ships {' and '.join(directories)} only when a process connects to a cluster, "
             "and this one was connected already; pass it to ray.init(runtime_env=...) instead"
         )
     return RayCluster(ray, options)
-
-
-def _connection(ray: Any) -> str:
-    return ray.get_runtime_context().get_worker_id()
 
 
 def _version() -> str:
@@ -128,7 +124,6 @@ class RayLauncher(HostLauncher):
         nodes.check_place(ray, options.of_actor(counts[0]))
         self._ray = ray
         self.key = secrets.token_bytes(32)  # Ray brings it to the actors
-        self.dead_nodes = nodes.find_dead_nodes(ray)
         self.placement = nodes.Placement(ray, options, counts, config.timeouts.start)
         self.listener = Listener(ray.util.get_node_ip_address(), 0, self.key)
         self._options = options
@@ -147,7 +142,7 @@ class RayLauncher(HostLauncher):
             raise ConnectionError(why)
         actor_options = self.placement.actor_options(number, len(workers))
         actor_class = self._ray.remote(**actor_options)(_actor_class())
-        return _RayHost(self, self._ray, actor_class, self._options.of_actor(len(workers)), self.dead_nodes)
+        return _RayHost(self, self._ray, actor_class, self._options.of_actor(len(workers)))
 
     def _lose(self, why: str) -> None:
         for link in list(self._links.values()):
@@ -166,7 +161,6 @@ class _RayHost(HostSource):
     ray: Any
     actor_class: Any
     needs: dict[str, float]  # resources of the actor
-    dead_nodes: set[str]
     actor: Any = None
     serving: Any = None  # pending call of `serve`, which fails if the actor is lost
     place: str = "no node yet"
@@ -214,6 +208,7 @@ class _RayHost(HostSource):
 
     def _start_actor(self, check: Callable[[], None]) -> None:
         while True:
+            dead_nodes = nodes.find_dead_nodes(self.ray)
             self.actor = self.actor_class.remote()
             try:
                 # Retried, since until Ray notices the death, it reports "unavailable" and lists no dead node.
@@ -224,9 +219,8 @@ class _RayHost(HostSource):
                 self.place = self.ray.get(reference)
                 return
             except self.ray.exceptions.RayActorError:
-                known, self.dead_nodes = self.dead_nodes, nodes.find_dead_nodes(self.ray)
                 self._check(check)
-                if self.dead_nodes <= known:
+                if nodes.find_dead_nodes(self.ray) <= dead_nodes:
                     raise
 
     def _check(self, check: Callable[[], None]) -> None:

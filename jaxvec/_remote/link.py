@@ -496,8 +496,7 @@ class HostLink:
             self._shipper.notify_parent()
 
     def _name_node(self, report: Report) -> Report:
-        missing = report.kind in ("ModuleNotFoundError", "ImportError")
-        hint = "; install it there" if missing else ""
+        hint = "; install it there" if report.kind in ("ModuleNotFoundError", "ImportError") else ""
         return replace(report, message=f"{report.message} (on {self.node}{hint})")
 
     def wake_pool(self) -> None:
