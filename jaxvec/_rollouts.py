@@ -383,7 +383,8 @@ class ActorGroup:
             options["runtime_env"]["env_vars"] = {"JAX_PLATFORMS": "cpu", **env_vars}
         place.actor = self.ray.remote(**options)(RolloutActor).remote()
         place.deadline = _deadline(self.start_timeout)
-        self._call(place, "identify", self._on_identified)
+        # Retried: until Ray notices the death of a node it reports "unavailable", and lists no dead node.
+        self._call(place, "identify", self._on_identified, retried=True)
 
     def _on_identified(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
@@ -535,7 +536,9 @@ class ActorGroup:
         node = self._places[0].node
         raise _errors.ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
 
-    def _call(self, place: _Place, method: str, on_result: Callable[[_Place, Any], None], *args: Any) -> None:
+    def _call(
+        self, place: _Place, method: str, on_result: Callable[..., None], *args: Any, retried: bool = False
+    ) -> None:
         """Calls a method of an actor. `on_result` gets the result in this thread."""
         incarnation = place.incarnation
 
@@ -550,7 +553,7 @@ class ActorGroup:
 
         place.pending = method
         bound = getattr(place.actor, method)
-        if method == "identify":  # until Ray notices the death of a node, it reports "unavailable"
+        if retried:
             bound = bound.options(max_task_retries=-1)
         future: Future[Any] = bound.remote(*args).future()
         future.add_done_callback(lambda future: self._events.put(partial(handle, future)))
