@@ -228,6 +228,7 @@ class Agent:
         error, entropy = 0.5 * jnp.square(value - target).mean(), entropy.mean()
         total = config.value_weight * error - gain - config.entropy_weight * entropy
         metrics = {"policy_loss": -gain, "value_loss": error, "entropy": entropy}
+        metrics["explained_variance"] = 1 - jnp.var(target - value) / (jnp.var(target) + 1e-8)
         return total, metrics | {"kl": jnp.mean(jnp.exp(log_ratio) - 1 - log_ratio)}
 
     def learn(self, learner: Learner, rollout: Rollout) -> tuple[Learner, dict[str, jax.Array]]:

@@ -299,6 +299,7 @@ class Agent:
         chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
         (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
         metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
         return State(state.number + 1, params, opt_state, episodes), playing, metrics
 
     def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:

@@ -208,8 +208,8 @@ class Agent:
         )
         return state, Playing(handle, obs)
 
-    def loss(self, weights: Weights, target_critics: Any, batch: Transition, key: jax.Array) -> jax.Array:
-        """Returns the summed losses of critics, policy and temperature, for `[batch_size]` transitions."""
+    def loss(self, weights: Weights, target_critics: Any, batch: Transition, key: jax.Array) -> Any:
+        """Returns the loss of critics, policy and temperature for `[batch_size]` transitions, and metrics."""
         next_key, policy_key = jax.random.split(key)
         fixed = jax.lax.stop_gradient(weights)
         alpha = jnp.exp(fixed.log_alpha)
@@ -227,46 +227,48 @@ class Agent:
 
         # The target entropy is -size nats.
         alpha_loss = -weights.log_alpha * jnp.mean(jax.lax.stop_gradient(log_prob) - self.size)
-        return critic_loss + policy_loss + alpha_loss
+        metrics = {"value_loss": critic_loss, "policy_loss": policy_loss, "entropy": -log_prob.mean()}
+        return critic_loss + policy_loss + alpha_loss, metrics | {"alpha": alpha}
 
-    def learn(self, state: State, key: jax.Array) -> tuple[Learned, jax.Array]:
-        """Takes the gradient steps after a step of the envs. Also returns the mean loss, `[]`."""
+    def learn(self, state: State, key: jax.Array) -> tuple[Learned, dict[str, jax.Array]]:
+        """Takes the gradient steps after a step of the envs. Also returns the means of metrics, `[]`."""
 
-        def descend(learned: Learned, key: jax.Array) -> tuple[Learned, jax.Array]:
+        def descend(learned: Learned, key: jax.Array) -> tuple[Learned, Any]:
             sample_key, loss_key = jax.random.split(key)
             batch = self.buffer.sample(state.buffer, sample_key).experience
             obs, next_obs = map(state.obs_stats.normalize, (batch.obs, batch.next_obs))
             batch = batch._replace(obs=obs, next_obs=next_obs)
             fixed = learned.target_critics, batch, loss_key
-            loss, gradient = jax.value_and_grad(self.loss)(learned.weights, *fixed)
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(learned.weights, *fixed)
             change, opt_state = self.optimizer.update(gradient, learned.opt_state, learned.weights)
             weights: Any = optax.apply_updates(learned.weights, change)
             target = optax.incremental_update(weights.critics, learned.target_critics, self.config.tau)
-            return Learned(weights, target, opt_state), loss
+            return Learned(weights, target, opt_state), metrics
 
         keys = jax.random.split(key, self.config.gradient_steps)
-        learned, losses = jax.lax.scan(descend, state.learned, keys)
-        return learned, losses.mean()
+        learned, metrics = jax.lax.scan(descend, state.learned, keys)
+        return learned, jax.tree.map(jnp.mean, metrics)
 
     def update(self, state: State, playing: Playing) -> tuple[State, Playing, dict[str, jax.Array]]:
         """Plays `num_steps` steps in every env, and learns after each. Also returns metrics, `[]`."""
         first = state.number * self.config.num_steps
 
-        def step(carry: tuple[State, Playing], now: Any) -> tuple[Any, jax.Array]:
+        def step(carry: tuple[State, Playing], now: Any) -> tuple[Any, Any]:
             number, (play_key, learn_key) = now
             random = (first + number) * self.config.num_envs < self.config.learn_after
             state, playing = self.play(*carry, random, play_key)
             ready = self.buffer.can_sample(state.buffer)
-            stay = lambda: (state.learned, jnp.float32(jnp.nan))  # noqa: E731
-            learned, loss = jax.lax.cond(ready, lambda: self.learn(state, learn_key), stay)
-            return (state._replace(learned=learned), playing), loss
+            none = dict.fromkeys(("value_loss", "policy_loss", "entropy", "alpha"), jnp.float32(jnp.nan))
+            stay = lambda: (state.learned, none)  # noqa: E731
+            learned, metrics = jax.lax.cond(ready, lambda: self.learn(state, learn_key), stay)
+            return (state._replace(learned=learned), playing), metrics
 
         # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
         key = jax.random.fold_in(jax.random.key(self.config.seed + 1), state.number)
         keys = jax.random.split(key, (self.config.num_steps, 2))
         steps = jnp.arange(self.config.num_steps), keys
-        (state, playing), losses = jax.lax.scan(step, (state, playing), steps)
-        return state._replace(number=state.number + 1), playing, {"loss": jnp.nanmean(losses)}
+        (state, playing), metrics = jax.lax.scan(step, (state, playing), steps)
+        return state._replace(number=state.number + 1), playing, jax.tree.map(jnp.nanmean, metrics)
 
     def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
         """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""

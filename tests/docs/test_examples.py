@@ -48,7 +48,8 @@ def test_impala_trains_and_continues_with_what_it_saved(options):
     resumed = impala.main(["--resume", "runs/a", "--stop-at", "1e9", "--lr", "0"])
     metrics = resumed.metrics()
     assert metrics["env_steps"].tolist() == [200, 400, 600, 800, 1000]
-    assert {"seconds", "steps_per_second", "entropy", "kl", "policy_loss", "value_loss"} < {*metrics}
+    columns = "seconds steps_per_second entropy kl policy_loss value_loss explained_variance"
+    assert {*columns.split()} < {*metrics}
     assert (np.diff(metrics["episodes"]) > 0).all()
     # Without a learning rate, the parameters are those that were saved. The statistics continue.
     after = load_params("runs/a")
@@ -76,6 +77,9 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
     updates = [row for row in rows if row["episodes"]]  # the other lines are evaluations
     assert [row["env_steps"] for row in updates] == ["200", "400", "600", "800", "1000"]
     assert {"seconds", "steps_per_second", "episode_return", "episode_length"} < {*rows[0]}
+    if program is sac:
+        parts = [float(updates[-1][name]) for name in ("value_loss", "policy_loss", "entropy", "alpha")]
+        assert np.isfinite(parts).all()
     assert json.loads(Path("runs/whole/config.json").read_text())["config"]["num_envs"] == 4
     half = program.main([*words, "half", "--stop-at=-1e9"])
     assert half.env_steps < 1000
@@ -167,6 +171,7 @@ def test_atari_continues_with_its_games(monkeypatch, capsys):
     assert "96 env steps" in capsys.readouterr().out
     rows = list(csv.DictReader(Path("runs/whole/metrics.csv").read_text().splitlines()))
     assert [row["env_steps"] for row in rows] == ["32", "64", "96"]
+    assert all(float(row["explained_variance"]) <= 1 for row in rows)
     assert np.load("runs/whole/state.npz")["envs"].size > 0
 
     def fail(self, *args, **kwargs):
@@ -333,7 +338,7 @@ def test_sac_s_targets_go_on_where_an_episode_was_only_truncated():
     algorithm.policy, algorithm.critic = policy, critic
     weights = sac.Weights((), jnp.zeros(2), jnp.float32(-100))  # no weight on entropy
     loss = partial(algorithm.loss, weights, jnp.full(2, 5.0), key=KEY)
-    ended, went_on = ends_and_goes_on(loss, jnp.zeros((1, 1)))
+    (ended, _), (went_on, _) = ends_and_goes_on(loss, jnp.zeros((1, 1)))
     # Of the temperature, nothing of this depends on the end.
     assert went_on - ended == pytest.approx((2 + 2.5) ** 2 - 2**2, rel=1e-4)
 
