@@ -4,13 +4,16 @@ This command starts two processes on this machine, which connect through `jax.di
 the CPU:
 
     python examples/data_parallel.py
+    python examples/data_parallel.py --resume runs/NAME
 
 To use several machines, start each process by hand, with equal options except `--process-id`, which starts
 at 0:
 
-    python examples/data_parallel.py --coordinator HOST:PORT --num-processes 2 --process-id 0
+    python examples/data_parallel.py --name NAME --coordinator HOST:PORT --num-processes 2 --process-id 0
 
-With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`.
+With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`. The first process
+writes `runs/NAME`, with metrics of all processes. The others write `runs/NAME/process_1` and so on, with the
+states of their envs. Ctrl-C ends all processes after the current update.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
@@ -36,12 +41,29 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxvec
+from jaxvec.logging import Run, option, training
 
 AXIS = "processes"  # axis of the mesh, with one device per process
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # equal in all processes; split between them
 GAMMA = 0.99  # discount per step
 REWARD_SCALE = 0.05  # scales values to a magnitude of about 1
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.005))
+
+
+@dataclass(frozen=True)
+class Config:
+    env: str = option("CartPole-v1", "Gymnasium id of an env with vector observations and Discrete actions")
+    num_envs: int = option(16, "number of envs per process")
+    num_workers: int | None = option(None, "number of worker processes per process", int)
+    backend: str = option("process", "where workers run: process (this machine) or ray")
+    num_steps: int = option(32, "steps of each env per update")
+    num_updates: int = option(300, "number of gradient steps")
+    save_every: int = option(100, "updates between two saves")
+    seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default data_parallel and the time", str)
+    video: int = option(0, "number of envs of the first process to film; needs moviepy")
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
 
 def init(key: jax.Array, *sizes: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -59,30 +81,40 @@ def network(params: Any, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
     return outputs[..., 1:], outputs[..., 0]
 
 
-def loss(params: Any, obs: jax.Array, action: jax.Array, target: jax.Array) -> jax.Array:
-    """Returns the loss, `[]`, of `[num_steps, num_envs]` local steps, averaged over the processes."""
+def loss(params: Any, obs: jax.Array, action: jax.Array, target: jax.Array) -> Any:
+    """Returns the loss of `[num_steps, num_envs]` steps, a mean over the processes, and local metrics."""
     logits, value = network(params, obs)
-    log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
-    gain = log_prob * jax.lax.stop_gradient(target - value)
-    return jax.lax.pmean(jnp.mean(0.5 * jnp.square(target - value) - gain), AXIS)
+    log_probs = jax.nn.log_softmax(logits)
+    log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+    error = target - value
+    metrics = {
+        "policy_loss": -jnp.mean(log_prob * jax.lax.stop_gradient(error)),
+        "value_loss": jnp.mean(0.5 * jnp.square(error)),
+        "entropy": -jnp.mean(jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)),
+        "explained_variance": 1 - jnp.var(error) / (jnp.var(target) + 1e-8),
+    }
+    return jax.lax.pmean(metrics["policy_loss"] + metrics["value_loss"], AXIS), metrics
 
 
-def update(num_steps: int, params: Any, opt_state: Any, own: Any, key: jax.Array) -> tuple[Any, ...]:
+def update(num_steps: int, learner: Any, own: Any, stop: jax.Array, key: jax.Array) -> tuple[Any, ...]:
     """Collects steps and learns from them, once. All processes run this program, each with its own envs.
 
-    `own` contains the handle, the observations `[num_envs, obs_size]` and the returns of the last episodes
-    `[num_envs]`. Returns the arguments of the next update, and the mean return over all processes, `[]`.
+    `own` contains the handle, the observations `[num_envs, obs_size]` and the returns and lengths of the last
+    episodes, both `[num_envs]`. `stop` is `[1]`, 1 if this process has received a signal, else 0. Returns the
+    next `learner` and `own`, and means over all processes, `[]`, of metrics and of `stop`.
     """
+    params, opt_state = learner
 
     def play(own: Any, key: jax.Array) -> Any:
-        handle, obs, returns = own
+        handle, obs, *ends = own
         action = jax.random.categorical(key, network(params, obs)[0])
         handle, (next_obs, reward, terminated, truncated, info) = jaxvec.step(handle, action)
         # Bootstrap unless the episode terminated: a truncated episode could have continued.
         future = jnp.where(truncated, network(params, info["final_obs"])[1], 0)
         done = terminated | truncated
-        returns = jnp.where(done, info["episode_return"], returns)
-        return (handle, next_obs, returns), (obs, action, REWARD_SCALE * reward + GAMMA * future, done)
+        latest = info["episode_return"], info["episode_length"].astype(jnp.float32)
+        ends = [jnp.where(done, new, old) for new, old in zip(latest, ends, strict=True)]
+        return (handle, next_obs, *ends), (obs, action, REWARD_SCALE * reward + GAMMA * future, done)
 
     def discount(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         target = now[0] + GAMMA * jnp.where(now[1], 0, later)
@@ -92,31 +124,53 @@ def update(num_steps: int, params: Any, opt_state: Any, own: Any, key: jax.Array
     own, (obs, action, reward, done) = jax.lax.scan(play, own, keys)
     _, target = jax.lax.scan(discount, network(params, own[1])[1], (reward, done), reverse=True)
     # The loss is a mean over the processes, so every process gets the mean of all gradients.
-    gradient = jax.grad(loss)(params, obs, action, target)
+    gradient, metrics = jax.grad(loss, has_aux=True)(params, obs, action, jax.lax.stop_gradient(target))
     change, opt_state = OPTIMIZER.update(gradient, opt_state, params)
-    return optax.apply_updates(params, change), opt_state, own, jax.lax.pmean(jnp.nanmean(own[2]), AXIS)
+    means = {"episode_return": jnp.nanmean(own[2]), "episode_length": jnp.nanmean(own[3]), "stop": stop[0]}
+    means |= metrics
+    # As one vector, the processes exchange all of them at once.
+    mean = jax.lax.pmean(jnp.stack(list(means.values())), AXIS)
+    learner = optax.apply_updates(params, change), opt_state
+    return learner, own, dict(zip(means, mean, strict=True))
 
 
-def train(args: argparse.Namespace) -> None:
-    """Trains as one of the processes, and prints the result."""
+def train(config: Config, run: Run) -> None:
+    """Trains, or continues a run, as one of the processes, and writes its folder."""
     process, mesh = jax.process_index(), Mesh(jax.devices(), AXIS)
-    specs = SAME, SAME, SPLIT, SAME
-    program = jax.jit(
-        jax.shard_map(partial(update, args.num_steps), mesh=mesh, in_specs=specs, out_specs=specs)
+    specs = (SAME, SPLIT, SPLIT, SAME), (SAME, SPLIT, SAME)
+    sharded = jax.shard_map(
+        partial(update, config.num_steps), mesh=mesh, in_specs=specs[0], out_specs=specs[1]
     )
-    with jaxvec.make(args.env, args.num_envs, backend=args.backend, num_workers=args.num_workers) as envs:
-        handle, timestep = jaxvec.reset(envs, seed=args.seed + process * args.num_envs)
-        own = handle, timestep.obs, jnp.full_like(timestep.info["episode_return"], jnp.nan)
-        # Joins the parts of all processes along the env axis, into global arrays and one global handle.
-        own = jax.tree.map(partial(jax.make_array_from_process_local_data, NamedSharding(mesh, SPLIT)), own)
-        key, num_actions = jax.random.key(args.seed), envs.single_action_space.n  # pyright: ignore[reportAttributeAccessIssue]
+    # Joins the parts of all processes along the env axis, into global arrays and one global handle.
+    join = partial(jax.make_array_from_process_local_data, NamedSharding(mesh, SPLIT))
+    env, first_seed = (
+        run.film(config.env, 0 if process else config.video),
+        config.seed + process * config.num_envs,
+    )
+    options: Any = {"backend": config.backend, "num_workers": config.num_workers, "states": config.num_envs}
+    with jaxvec.make(env, config.num_envs, **options) as envs:
+        handle, timestep = jaxvec.reset(envs, seed=first_seed)
+        none = jnp.full_like(timestep.info["episode_return"], jnp.nan)
+        key, num_actions = jax.random.key(config.seed), envs.single_action_space.n  # pyright: ignore[reportAttributeAccessIssue]
         params = init(key, timestep.obs.shape[1], 64, 64, 1 + int(num_actions))
-        opt_state = OPTIMIZER.init(params)
-        for i in range(args.num_updates):
-            params, opt_state, own, mean = program(params, opt_state, own, jax.random.fold_in(key, i))
-            if process == 0:
-                print(f"update {i + 1}: mean return {float(mean):.1f}", flush=True)
-    checksum = zlib.crc32(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)))
+        state = np.int32(0), (params, OPTIMIZER.init(params))
+        (number, learner), own = run.load(state, (handle, timestep.obs, none, none), envs)
+        number, own, stop, program = int(number), jax.tree.map(join, own), False, jax.jit(sharded)
+        with run.signals():
+            run.show("compiling")
+            while number < config.num_updates and not stop:
+                flag = join(np.array([run.stopped], np.float32))
+                learner, own, means = program(learner, own, flag, jax.random.fold_in(key, number))
+                number, stop = number + 1, float(means.pop("stop")) > 0
+                steps = number * jax.process_count() * config.num_envs * config.num_steps
+                run.log(steps, **{name: float(mean) for name, mean in means.items()})
+                if stop or number % config.save_every == 0 or number == config.num_updates:
+                    local = jax.tree.map(lambda leaf: leaf.addressable_data(0), own)
+                    params = None if process else jax.tree.map(np.asarray, learner[0])
+                    run.save((np.int32(number), learner), local, envs, params=params)
+    if stop:
+        return
+    checksum = zlib.crc32(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(learner[0])))
     here = np.nanmean(own[2].addressable_data(0))
     print(f"process {process}: mean return {here:.1f} here, parameters {checksum:08x}", flush=True)
 
@@ -129,58 +183,64 @@ def free_address() -> str:
 
 
 def launch(argv: Sequence[str], num_processes: int) -> None:
-    """Starts all processes on this machine, and ends them when one fails."""
+    """Starts all processes on this machine, and ends them when one fails. Passes signals on to them."""
     command = [sys.executable, __file__, *argv, "--coordinator", free_address()]
     children: list[subprocess.Popen[bytes]] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that `finally` runs
+    stopped: list[int] = []
+
+    def stop(number: int, _: Any) -> None:
+        stopped.append(number)
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)
     with ThreadPool(num_processes) as waiters:
         try:
             for process in range(num_processes):
                 children += [subprocess.Popen([*command, "--process-id", str(process)])]
             for code in waiters.imap_unordered(subprocess.Popen.wait, children):
-                if code:
-                    raise SystemExit(f"a process failed with exit code {code}")
+                if code and not stopped:
+                    raise SystemExit(code if code == 130 else f"a process failed with exit code {code}")
         finally:
             for child in children:
                 child.kill()
                 child.wait()
+    if stopped:
+        raise SystemExit(130)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one process of the training, or starts all of them if there is no `--coordinator`."""
-    parser = argparse.ArgumentParser(
-        prog="python examples/data_parallel.py",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--num-processes", type=int, default=2)
+    parser.add_argument("--coordinator")
+    parser.add_argument("--process-id", type=int, default=0)
+    parser.add_argument("--name", default=f"data_parallel_{time.strftime('%Y%m%d-%H%M%S')}")
+    parser.add_argument("--resume")
+    args, words = parser.parse_known_args(argv)
+    folder = f"/process_{args.process_id}" if args.process_id else ""
+    words += ["--resume", args.resume + folder] if args.resume else ["--name", args.name + folder]
+    asks = {"-h", "--help"} & {*words}
+    if args.coordinator is None and not asks:
+        return launch([*words, "--num-processes", str(args.num_processes)], args.num_processes)
+    if not asks:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        # JAX has installed a handler that only records a preemption.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    about = (
+        "Train one policy in several processes. By default, they start on this machine: --num-processes N. "
+        "Or start each by hand, with --coordinator HOST:PORT of process 0 and --process-id I, from 0."
     )
-    parser.add_argument(
-        "--env",
-        default="CartPole-v1",
-        help="Gymnasium id of an env with vector observations and Discrete actions",
-    )
-    parser.add_argument("--num-envs", type=int, default=16, help="number of envs per process")
-    parser.add_argument("--num-workers", type=int, help="number of worker processes per process")
-    parser.add_argument(
-        "--backend", default="process", help="where workers run: process (this machine) or ray"
-    )
-    parser.add_argument("--num-steps", type=int, default=32, help="steps of each env per update")
-    parser.add_argument("--num-updates", type=int, default=300, help="number of gradient steps")
-    parser.add_argument("--seed", type=int, default=0, help="random seed")
-    parser.add_argument("--num-processes", type=int, default=2, help="number of processes")
-    parser.add_argument("--coordinator", help="HOST:PORT of process 0; by default, start all processes here")
-    parser.add_argument("--process-id", type=int, help="index of this process, starting at 0")
-    args = parser.parse_args(argv)
-    if args.coordinator is None:
-        return launch(sys.argv[1:] if argv is None else argv, args.num_processes)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # JAX has installed a handler that only records a preemption
+    quiet = args.process_id > 0
     try:
-        return train(args)
+        with training(Config, words, program="data_parallel", about=about, quiet=quiet) as (config, run):
+            train(config, run)
+    except SystemExit:
+        raise
     except BaseException:
         # A normal exit would wait for the other processes, and they wait for this one's gradient.
         traceback.print_exc()

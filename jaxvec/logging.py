@@ -327,8 +327,13 @@ class Run:
         if params is not None:
             ocp: Any = importlib.import_module("orbax.checkpoint")  # takes 0.3 s, so only where it is needed
             # The manager deletes the old checkpoint after the new one is complete and has its name.
-            options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-            with ocp.CheckpointManager((self.folder / "params").absolute(), options=options) as manager:
+            here, folder = jax.process_index(), (self.folder / "params").absolute()
+            folder.mkdir(exist_ok=True)
+            # Each process has its own run, so it does not wait for the others.
+            alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
+            options: Any = {"max_to_keep": 1, "enable_async_checkpointing": False, "create": False}
+            options = ocp.CheckpointManagerOptions(multiprocessing_options=alone, **options)
+            with ocp.CheckpointManager(folder, options=options) as manager:
                 whole = jax.tree.map(lambda leaf: np.asarray(leaf) if np.size(leaf) else None, params)
                 manager.save((manager.latest_step() or 0) + 1, args=ocp.args.StandardSave(whole))
 
@@ -454,6 +459,7 @@ def training(
     program: str,
     about: str | None = None,
     check_env: bool = True,
+    quiet: bool = False,
 ) -> Generator[tuple[Options, Run]]:
     """Reads the options of a training program, and opens its run in the folder `runs`.
 
@@ -469,6 +475,8 @@ def training(
         program: Name of the program, for the default name of the folder.
         about: Description for `--help`.
         check_env: Whether `env` must be a Gymnasium id.
+        quiet: Whether to print no progress and no score, and to use neither TensorBoard nor W&B, such as in
+            all but one of several processes.
 
     Raises:
         SystemExit: Options are wrong, or a signal ended the run.
@@ -508,10 +516,10 @@ def training(
         parser.error(str(error))
     default = f"{program}_{known['env'].replace('/', '-')}_{known['seed']}_{time.strftime('%Y%m%d-%H%M%S')}"
     folder = resumed or Path("runs") / (known["name"] or default)
-    run_options = {name: known.get(name, False) for name in ("tensorboard", "wandb")}
+    run_options = {name: known.get(name, False) and not quiet for name in ("tensorboard", "wandb")}
     run_options |= {"total_steps": known.get("total_steps"), "resume": resumed is not None}
     try:
-        with Run(folder, known, **run_options) as run:
+        with Run(folder, known, progress=not quiet, **run_options) as run:
             yield config, run
     except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
         sys.stderr.write("interrupted\n")
@@ -519,10 +527,13 @@ def training(
     mean, score = run.latest("episode_return"), run.latest("evaluation")
     score = mean if np.isnan(score) else score
     steps = f"{run.env_steps:,} env steps"
+    text = f"score {score:.6g}, mean return {mean:.1f}, {steps}\nresults are in {folder}"
     if run.stopped:
-        print(f"stopped after {steps}, score {score:.6g}; continue with --resume {folder}")
+        text = f"stopped after {steps}, score {score:.6g}; continue with --resume {folder}"
+    if not quiet:
+        print(text)
+    if run.stopped:
         raise SystemExit(130)
-    print(f"score {score:.6g}, mean return {mean:.1f}, {steps}\nresults are in {folder}")
 
 
 def _versions() -> dict[str, str]:

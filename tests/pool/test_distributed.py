@@ -1,5 +1,6 @@
 """Several processes that train one policy, each in a `jax.distributed` program with a pool of its own."""
 
+import csv
 import os
 import re
 import signal
@@ -7,7 +8,9 @@ import subprocess
 import sys
 
 import data_parallel
+import numpy as np
 import pytest
+from support.runs import load_params
 
 # The time limits of what is started come before that of the test, whose message would say less.
 pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(300)]
@@ -70,6 +73,7 @@ def start(counts):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                cwd=counts.parent,
                 start_new_session=True,  # with the processes that it starts, to end them too
             )
         )
@@ -89,19 +93,28 @@ def start(counts):
 
 def test_two_processes_train_one_policy_each_on_envs_of_its_own(start, counts):
     options = "--env", "own_envs:Counted-v0", "--num-updates", 3, "--num-steps", 64, "--num-processes", 2
+    options += "--name", "a"
     address = data_parallel.free_address()
     processes = [start(*options, "--coordinator", address, "--process-id", i) for i in range(2)]
     returns, parameters = [], []
     for i, process in enumerate(processes):
         out, err = process.communicate(timeout=200)
         assert process.returncode == 0, err
-        assert re.findall(r"^update (\d+): mean return", out, re.M) == ([] if i else ["1", "2", "3"])
+        assert ("score" in out) == (i == 0)
         result = re.search(rf"^process {i}: mean return (\d+\.\d) here, parameters (\w{{8}})$", out, re.M)
         assert result, out
         returns.append(result[1])
         parameters.append(result[2])
     assert parameters[0] == parameters[1]
     assert returns[0] != returns[1]
+    with (counts.parent / "runs" / "a" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["env_steps"] for row in rows] == ["512", "1024", "1536"]  # of both processes
+    means = [float(mean) for mean in returns]
+    assert float(rows[-1]["episode_return"]) == pytest.approx(np.mean(means), abs=0.1)
+    columns = "episode_length policy_loss value_loss entropy explained_variance"
+    assert {*columns.split()} < {*rows[0]}
+    assert isinstance(load_params(counts.parent / "runs" / "a"), list)
     steps, seen = zip(*(path.read_text().split() for path in counts.iterdir()), strict=True)
     assert sorted(int(path.name) for path in counts.iterdir()) == list(range(100, 108))  # 4 for each process
     assert set(steps) == {"192"}
@@ -110,14 +123,41 @@ def test_two_processes_train_one_policy_each_on_envs_of_its_own(start, counts):
 
 @pytest.fixture
 def sigterm():
-    """Undoes what a program may do about SIGTERM."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Undoes what a program may do about signals."""
+    before = [(each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)]
     yield
-    signal.signal(signal.SIGTERM, before)
+    for each, handler in before:
+        signal.signal(each, handler)
 
 
 @pytest.mark.nightly
-def test_without_a_coordinator_all_processes_are_started(sigterm, capfd):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_all_processes_and_a_resumed_run_is_equal(name, start, tmp_path):
+    options = "--num-updates", 1000, "--num-workers", 1, "--name"
+    whole, err = (process := start(*options, "whole")).communicate(timeout=200)
+    assert process.returncode == 0, err
+    process = start(*options, "half")
+    while "steps/s" not in (line := process.stderr.readline()):
+        assert line
+    process.send_signal(signal.Signals[name])
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert [line for line in out.splitlines() if "Gloo" not in line][-1].startswith("stopped after ")
+    assert "process" not in out
+    out, err = (process := start("--resume", "runs/half")).communicate(timeout=200)
+    assert process.returncode == 0, err
+    line = r"^process \d: mean return \d+\.\d here, parameters \w{8}$"
+    assert len(results := sorted(re.findall(line, out, re.M))) == 2
+    assert results == sorted(re.findall(line, whole, re.M))
+    for folder in ("", "process_1"):
+        half, other = (tmp_path / "runs" / run / folder / "state.npz" for run in ("half", "whole"))
+        assert half.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.nightly
+def test_without_a_coordinator_all_processes_are_started(sigterm, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     data_parallel.main(["--num-envs", "4", "--seed", "100", "--num-updates", "1"])  # raises if one fails
     out, _ = capfd.readouterr()
     assert len(set(re.findall(r"process [01]: .*, parameters (\w{8})$", out, re.M))) == 1
