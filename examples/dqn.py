@@ -22,7 +22,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.logging import Episodes, Run, option, play_episodes, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -48,7 +48,8 @@ class Config:
     epsilon: float = option(0.02, "exploration rate after this decay")
     tau: float = option(0.01, "step size of the target network's update after each gradient step")
     stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
-    save_every: int = option(100, "reports between two saves")
+    save_every: int = option(100, "reports between two saves, each with an evaluation")
+    eval_envs: int = option(8, "episodes of an evaluation, with the best actions")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
     video: int = option(0, "number of envs to film; needs moviepy")
@@ -56,7 +57,7 @@ class Config:
     wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
     def __post_init__(self) -> None:
-        if min(self.num_envs, self.num_steps, self.total_steps, self.save_every) < 1:
+        if min(self.num_envs, self.num_steps, self.total_steps, self.save_every, self.eval_envs) < 1:
             raise ValueError("the numbers of envs and steps must be at least 1")
         if not 1 <= self.batch_size <= self.learn_after <= self.buffer_size:
             raise ValueError("--batch-size must be at most --learn-after, and that at most --buffer-size")
@@ -238,6 +239,15 @@ class Agent:
         (state, playing), losses = jax.lax.scan(step, (state, playing), steps)
         return state._replace(number=state.number + 1), playing, {"value_loss": jnp.nanmean(losses)}
 
+    def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
+        """Plays an episode in each env with the best actions. Returns the mean return, `[]`."""
+
+        def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, jax.Array]:
+            values = self.network.apply(state.learned.params, state.obs_stats.normalize(encode(timestep.obs)))
+            return None, values.argmax(-1) + self.first_action
+
+        return play_episodes(act, None, handle, timestep)
+
     def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
         """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
         goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
@@ -255,10 +265,13 @@ class Agent:
 def train(config: Config, run: Run) -> None:
     """Trains, or continues a run, and writes its folder."""
     options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
-    with jaxvec.make(run.film(config.env, config.video), config.num_envs, **options) as envs:
+    with (
+        jaxvec.make(run.film(config.env, config.video), config.num_envs, **options) as envs,
+        jaxvec.make(config.env, config.eval_envs, num_workers=1, autoreset_mode="EPISODIC") as eval_envs,
+    ):
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-        program = jax.jit(partial(agent.train, run))
+        program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
         with run.signals():
             run.show("compiling")
             stop = False
@@ -267,6 +280,8 @@ def train(config: Config, run: Run) -> None:
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))
                 learned = {"params": state.learned.params, "stats": vars(state.obs_stats)}
                 run.save(state, playing, envs, params=learned)
+                evaluation = score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))
+                run.log(state.number * config.steps_per_update, evaluation=evaluation)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

@@ -26,7 +26,7 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
-from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.logging import Episodes, Run, option, play_episodes, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -49,7 +49,8 @@ class Config:
     value_weight: float = option(0.5, "weight of the value loss")
     max_grad_norm: float = option(0.5, "maximum norm of the gradient")
     stop_at: float | None = option(None, "stop once the mean return of the agents reaches this value", float)
-    save_every: int = option(100, "updates between two saves")
+    save_every: int = option(100, "updates between two saves, each with an evaluation")
+    eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
     video: int = option(0, "number of envs to film; needs moviepy")
@@ -58,7 +59,7 @@ class Config:
 
     def __post_init__(self) -> None:
         sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
-        if min(*sizes, self.save_every) < 1:
+        if min(*sizes, self.save_every, self.eval_envs) < 1:
             raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
         if self.steps_per_update % self.num_minibatches:
             raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
@@ -260,6 +261,15 @@ class Agent:
         state = State(state.number + 1, params, opt_state, obs_stats, episodes)
         return state, playing, metrics | {"explained_variance": 1 - unexplained}
 
+    def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
+        """Plays an episode in each env with the most probable actions. Returns the mean return, `[]`."""
+
+        def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, Any]:
+            obs = state.obs_stats.normalize(self.encode(timestep.obs))
+            return None, self.to_env(self.network.apply(state.params, obs)[0].argmax(-1))
+
+        return play_episodes(act, None, handle, timestep)
+
     def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
         """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
         goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
@@ -285,11 +295,14 @@ def train(config: Config, run: Run) -> None:
     def game(**options: Any) -> PettingZooEnv:
         return PettingZooEnv(module.parallel_env(**options))
 
-    with jaxvec.make(run.film(game, config.video), config.num_envs, **options) as envs:
+    with (
+        jaxvec.make(run.film(game, config.video), config.num_envs, **options) as envs,
+        jaxvec.make(game, config.eval_envs, num_workers=1, autoreset_mode="EPISODIC") as eval_envs,
+    ):
         names = envs.get_attr("possible_agents")[0]
         agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-        program = jax.jit(partial(agent.train, run))
+        program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
         with run.signals():
             run.show("compiling")
             stop = False
@@ -298,6 +311,8 @@ def train(config: Config, run: Run) -> None:
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))
                 learned = {"params": state.params, "stats": vars(state.obs_stats)}
                 run.save(state, playing, envs, params=learned)
+                evaluation = score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))
+                run.log(state.number * config.steps_per_update, evaluation=evaluation)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

@@ -22,7 +22,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.logging import Episodes, Run, option, play_episodes, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -45,7 +45,8 @@ class Config:
     value_weight: float = option(0.5, "weight of the value loss")
     max_grad_norm: float = option(0.5, "maximum norm of the gradient")
     stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
-    save_every: int = option(100, "updates between two saves")
+    save_every: int = option(100, "updates between two saves, each with an evaluation")
+    eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
     video: int = option(0, "number of envs to film; needs moviepy")
@@ -54,7 +55,7 @@ class Config:
 
     def __post_init__(self) -> None:
         sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
-        if min(*sizes, self.save_every) < 1:
+        if min(*sizes, self.save_every, self.eval_envs) < 1:
             raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
         if self.num_envs % self.num_minibatches:
             raise ValueError(
@@ -251,6 +252,17 @@ class Agent:
         obs_stats = state.obs_stats.update(steps.raw)
         return State(state.number + 1, params, opt_state, obs_stats, episodes), playing, metrics
 
+    def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
+        """Plays an episode in each env with the most probable actions. Returns the mean return, `[]`."""
+
+        def act(memory: jax.Array, timestep: jaxvec.TimeStep) -> tuple[jax.Array, jax.Array]:
+            obs = state.obs_stats.normalize(self.encode(timestep.obs))
+            memory, logits, _ = self.network.apply(state.params, memory, obs)
+            return memory, logits.argmax(-1) + self.first_action
+
+        memory = jnp.zeros((self.config.eval_envs, self.config.num_units))
+        return play_episodes(act, memory, handle, timestep)
+
     def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
         """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
         goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
@@ -268,10 +280,13 @@ class Agent:
 def train(config: Config, run: Run) -> None:
     """Trains, or continues a run, and writes its folder."""
     options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
-    with jaxvec.make(run.film(config.env, config.video), config.num_envs, **options) as envs:
+    with (
+        jaxvec.make(run.film(config.env, config.video), config.num_envs, **options) as envs,
+        jaxvec.make(config.env, config.eval_envs, num_workers=1, autoreset_mode="EPISODIC") as eval_envs,
+    ):
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-        program = jax.jit(partial(agent.train, run))
+        program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
         with run.signals():
             run.show("compiling")
             stop = False
@@ -280,6 +295,8 @@ def train(config: Config, run: Run) -> None:
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))
                 learned = {"params": state.params, "stats": vars(state.obs_stats)}
                 run.save(state, playing, envs, params=learned)
+                evaluation = score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))
+                run.log(state.number * config.steps_per_update, evaluation=evaluation)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

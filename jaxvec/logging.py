@@ -39,9 +39,9 @@ from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._call import Handle
-from jaxvec.callbacks._functions import restore
+from jaxvec.callbacks._functions import restore, step
 
-__all__ = ["Episodes", "Run", "option", "training"]
+__all__ = ["Episodes", "Run", "option", "play_episodes", "training"]
 
 Options = TypeVar("Options")
 
@@ -113,6 +113,48 @@ class Episodes(NamedTuple):
     def means(self) -> dict[str, jax.Array]:
         """Returns the mean of each statistic, NaN without episodes, and the number of `episodes` so far."""
         return {"episodes": self.total, **{name: jnp.nanmean(each) for name, each in self.last.items()}}
+
+
+def play_episodes(
+    act: Callable[[Any, TimeStep], tuple[Any, Any]],
+    memory: Any,
+    handle: Handle,
+    timestep: TimeStep,
+    *,
+    max_steps: int = 10_000,
+) -> jax.Array:
+    """Plays an episode in each env, such as for an evaluation. Works inside `jit`.
+
+    Args:
+        act: Function of the memory and the latest `TimeStep`. It returns the next memory and the actions.
+        memory: Pytree of arrays for `act`, such as the state of a recurrent network; or None.
+        handle: Handle of envs that were made with `autoreset_mode="EPISODIC"`.
+        timestep: Result of `reset`, with the first observations.
+        max_steps: Number of steps after which running episodes are cut.
+
+    Returns:
+        Mean return of the episodes, `[]` float32. If the envs have several rewards, it is also their mean.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 8, autoreset_mode="EPISODIC") as envs:
+            act = lambda memory, timestep: (memory, jnp.zeros(8, int))
+            score = jax.jit(lambda *reset: jaxvec.logging.play_episodes(act, None, *reset))
+            print(float(score(*jaxvec.reset(envs, seed=0))))  # 9.375
+        ```
+    """
+
+    def unfinished(carry: Any) -> jax.Array:
+        _, _, timestep, number = carry
+        return ~(timestep.terminated | timestep.truncated).all() & (number < max_steps)
+
+    def body(carry: Any) -> Any:
+        memory, handle, timestep, number = carry
+        memory, action = act(memory, timestep)
+        return memory, *step(handle, action), number + 1
+
+    _, _, timestep, _ = jax.lax.while_loop(unfinished, body, (memory, handle, timestep, 0))
+    return timestep.info["episode_return"].mean()
 
 
 class Run:

@@ -25,7 +25,7 @@ from flax.training.train_state import TrainState
 from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.logging import Episodes, Run, option, play_episodes, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -293,17 +293,12 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
     def evaluate(state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
         """Plays an episode in each env with the most probable actions. Returns the mean return."""
 
-        def unfinished(carry: Any) -> jax.Array:
-            return ~(carry[1].terminated | carry[1].truncated).all() & (carry[2] < config.eval_steps)
-
-        def body(carry: Any) -> Any:
-            handle, timestep, number = carry
+        def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, jax.Array]:
             obs = inputs(timestep.obs, timestep.info)
             outputs, _ = network.apply(state.learned.params, state.obs_stats, obs)
-            return *jaxvec.step(handle, network.to_env(network.sample(outputs, None))), number + 1
+            return None, network.to_env(network.sample(outputs, None))
 
-        _, timestep, _ = jax.lax.while_loop(unfinished, body, (handle, timestep, 0))
-        return timestep.info["episode_return"].mean()
+        return play_episodes(act, None, handle, timestep, max_steps=config.eval_steps)
 
     state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
     program, score, stop = jax.jit(repeat), jax.jit(evaluate), False

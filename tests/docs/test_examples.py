@@ -31,6 +31,7 @@ from support.runs import assert_same_params, load_params
 
 import jaxvec
 from jaxvec.logging import Run
+from jaxvec.normalize import RunningMeanStd
 
 KEY = jax.random.key(0)
 
@@ -87,6 +88,35 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
     assert resumed.env_steps == 1000
     assert Path("runs/half/state.npz").read_bytes() == Path("runs/whole/state.npz").read_bytes()
     assert_same_params("runs/half", "runs/whole")
+    assert np.isfinite(whole.latest("evaluation"))
+    assert resumed.latest("evaluation") == whole.latest("evaluation")
+
+
+@pytest.mark.parametrize("program", [dqn, ppo_recurrent], ids=["dqn", "ppo_recurrent"])
+def test_an_evaluation_plays_the_best_actions(program, capsys):
+    options = "--num-envs 8 --num-steps 50 --total-steps 400 --num-workers 1 --eval-envs 3 --seed 5 --name a"
+    run = program.main(options.split())
+    saved = load_params("runs/a")
+    stats = RunningMeanStd(**saved["stats"])
+    if program is dqn:
+        network = dqn.QNetwork(2)
+        best = lambda memory, obs: (memory, network.apply(saved["params"], obs))  # noqa: E731
+    else:
+        network = ppo_recurrent.RecurrentActorCritic(2, 64)
+        best = lambda memory, obs: network.apply(saved["params"], memory, obs)[:2]  # noqa: E731
+    returns = []
+    for number in range(3):
+        env = gymnasium.make("CartPole-v1")
+        obs, _ = env.reset(seed=5 + 10_000 + number)
+        memory, total, over = jnp.zeros((1, 64)), 0.0, False
+        while not over:
+            seen = obs if program is dqn else obs[[0, 2]]
+            memory, preferences = best(memory, stats.normalize(jnp.asarray(seen)[None]))
+            obs, reward, terminated, truncated, _ = env.step(int(preferences[0].argmax()))
+            total, over = total + reward, terminated or truncated
+        returns.append(total)
+    assert run.latest("evaluation") == pytest.approx(np.mean(returns))
+    assert f"score {np.mean(returns):.6g}," in capsys.readouterr().out
 
 
 @pytest.mark.nightly

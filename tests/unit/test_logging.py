@@ -14,7 +14,7 @@ import pytest
 from support.runs import load_params
 
 import jaxvec
-from jaxvec.logging import Episodes, Run
+from jaxvec.logging import Episodes, Run, play_episodes
 
 
 class LivesEnv(gymnasium.Wrapper):
@@ -77,6 +77,31 @@ def test_episodes_are_those_of_gymnasium(window):
 def rows_of(folder):
     with (folder / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("max_steps", [10_000, 12])
+def test_played_episodes_are_those_of_gymnasium(make, max_steps):
+    """The actions depend on the observation and on the memory, which counts the steps of each env."""
+
+    def act(memory, timestep):
+        return memory + 1, ((timestep.obs[:, 2] > 0) ^ (memory % 5 == 0)).astype(int)
+
+    returns = []
+    for seed in range(7, 11):
+        env = gymnasium.make("CartPole-v1")
+        obs, _ = env.reset(seed=seed)
+        total = 0.0
+        for number in range(max_steps):
+            obs, reward, terminated, truncated, _ = env.step(int((obs[2] > 0) ^ (number % 5 == 0)))
+            total += reward
+            if terminated or truncated:
+                break
+        returns.append(total)
+    assert len({*returns}) > 1 or max_steps == 12
+
+    envs = make("CartPole-v1", 4, num_workers=1, autoreset_mode="EPISODIC")
+    play = jax.jit(partial(play_episodes, act, jnp.zeros(4, int), max_steps=max_steps))
+    assert play(*jaxvec.reset(envs, seed=7)) == np.mean(returns)
 
 
 def test_a_run_writes_what_compiled_programs_log(tmp_path, capsys):
