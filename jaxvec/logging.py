@@ -510,13 +510,14 @@ def training(
     options, except those that are given again.
 
     Args:
-        options: Dataclass with the options as fields, declared with `option`. It must have `env`, `seed`
-            and `name`, the folder in `runs` or None. `total_steps`, `tensorboard` and `wandb` are passed to
-            `Run`, if they are fields. A ValueError in `__post_init__` becomes a usage error.
+        options: Dataclass with the options as fields, declared with `option`. It must have `seed` and
+            `name`, the folder in `runs` or None. If they are fields, `env` is part of the default name, and
+            `total_steps`, `tensorboard` and `wandb` are passed to `Run`. A ValueError in `__post_init__`
+            becomes a usage error.
         argv: Words of the command line; by default those of this process.
         program: Name of the program, for the default name of the folder.
         about: Description for `--help`.
-        check_env: Whether `env` must be a Gymnasium id.
+        check_env: Whether `env`, if it is a field, must be a Gymnasium id.
         quiet: Whether to print no progress and no score, and to use neither TensorBoard nor W&B, such as in
             all but one of several processes.
 
@@ -552,11 +553,12 @@ def training(
         known = vars(parser.parse_args(argv))
         del known["resume"]
         config = options(**known)
-        if check_env:
+        if check_env and "env" in known:
             find_spec(known["env"])  # imports its module, as `make` does
     except (gymnasium.error.Error, OSError, ValueError, ImportError) as error:
         parser.error(str(error))
-    default = f"{program}_{known['env'].replace('/', '-')}_{known['seed']}_{time.strftime('%Y%m%d-%H%M%S')}"
+    env = [known["env"].replace("/", "-")] if "env" in known else []
+    default = "_".join([program, *env, str(known["seed"]), time.strftime("%Y%m%d-%H%M%S")])
     folder = resumed or Path("runs") / (known["name"] or default)
     run_options = {name: known.get(name, False) and not quiet for name in ("tensorboard", "wandb")}
     run_options |= {"total_steps": known.get("total_steps"), "resume": resumed is not None}

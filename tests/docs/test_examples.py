@@ -18,6 +18,7 @@ import impala_ray
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plr
 import ppo_atari
 import ppo_mujoco
 import ppo_recurrent
@@ -120,7 +121,9 @@ def test_an_evaluation_plays_the_best_actions(program, capsys):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["dqn", "sac", "ppo_recurrent", "search", "ppo_atari", "impala", "ippo"])
+@pytest.mark.parametrize(
+    "name", ["dqn", "sac", "ppo_recurrent", "search", "ppo_atari", "impala", "ippo", "plr"]
+)
 def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     """A copy needs none of the other files, and writes its folder when it is interrupted."""
     needed = {"ppo_atari": "ale_py", "ippo": "mpe2"}.get(name, "jax")
@@ -161,6 +164,7 @@ def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
         ("search", "--num-minibatches 2 --num-simulations 2 --eval-envs 2 --eval-steps 30"),
         ("impala", "--num-actors 2"),
         ("ippo", "--num-minibatches 2"),
+        ("plr", "--num-seeds 1 --num-batches 1 --buffer-size 8"),
         ("ppo_atari", "--num-minibatches 2"),
     ],
 )
@@ -169,7 +173,8 @@ def test_programs_film_envs_while_they_train(name, options, monkeypatch):
     for module in ("moviepy", needed):
         pytest.importorskip(module, reason=f"{module} is not installed")
     monkeypatch.setattr(ppo_atari, "NatureNetwork", TinyNetwork)
-    words = f"--num-envs 4 --num-workers 2 --num-steps 30 --total-steps 240 --video 1 --name a {options}"
+    options += "" if name == "plr" else " --num-steps 30"  # its updates have the length of an episode
+    words = f"--num-envs 4 --num-workers 2 --total-steps 240 --video 1 --name a {options}"
     importlib.import_module(name).main(words.split())
     assert Path("runs/a/videos/env_0-episode-0.mp4").stat().st_size > 0
     assert {path.name.partition("-")[0] for path in Path("runs/a/videos").iterdir()} == {"env_0"}
@@ -420,6 +425,9 @@ def test_other_programs_say_what_they_take(program, options, message):
         (dqn, "--batch-size 300 --learn-after 200", "--batch-size must be at most --learn-after"),
         (impala, "--num-actors -1", "--num-actors and --mean-delay must be at least 0"),
         (impala_ray, "--kill-one", "--kill-one needs --simulate-nodes of at least 2"),
+        (plr, "--num-seeds 0", "must be at least 1"),
+        (plr, "--num-minibatches 7", "120 x --num-envs must be a multiple of --num-minibatches"),
+        (plr, "--buffer-size 31", "--buffer-size must be at least --num-envs"),
         (ppo_recurrent, "--num-envs 12", "--num-envs must be a multiple of --num-minibatches"),
         (ppo_recurrent, "--entries x", "--entries must be comma-separated numbers, not 'x'"),
         (search, "--num-envs 3 --num-steps 3", "multiple of --num-minibatches"),

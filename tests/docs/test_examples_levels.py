@@ -1,6 +1,10 @@
 """The examples of levels and of several agents: `plr` and `ippo`."""
 
+import os
+import re
+import signal
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +14,7 @@ import pytest
 from support.runs import assert_same_params
 
 import jaxvec
+from jaxvec.logging import Run
 
 KEY = jax.random.key(0)
 
@@ -17,18 +22,94 @@ KEY = jax.random.key(0)
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
+PLR = "--num-seeds 2 --num-envs 4 --num-workers 2 --num-batches 1 --num-minibatches 2 --total-steps 1900"
+
+
 @pytest.mark.jax_version
-def test_plr_trains_all_runs_in_one_program_and_prints_a_table(capsys):
-    options = "--num-seeds 2 --num-envs 4 --num-workers 2 --num-updates 4 --num-tests 2 --buffer-size 8"
-    result = plr.main([*options.split(), "--num-batches", "1", "--num-minibatches", "2"])
-    assert result.held_out.shape == result.walls.shape == (2, 2, 2)
-    for shares in result:
-        assert ((shares >= 0) & (shares <= 1)).all()
-    assert len(set(result.walls.ravel().tolist())) == 8  # each run has levels of its own
+def test_plr_trains_all_agents_in_one_program(capsys):
+    run = plr.main([*PLR.split(), "--buffer-size", "8", "--save-every", "2", "--name", "a"])
+    metrics = run.metrics()
+    assert metrics["env_steps"].tolist() == [480, 960, 960, 1440, 1920, 1920]
+    tests = np.isfinite(metrics["evaluation"])
+    assert tests.tolist() == [False, False, True] * 2
+    for way in ("", "uniform_"):
+        seeds = np.array([metrics[f"{way}evaluation_{seed}"][tests] for seed in range(2)])
+        assert ((seeds >= 0) & (seeds <= 1)).all()
+        np.testing.assert_allclose(metrics[f"{way}evaluation"][tests], seeds.mean(0))
+        for name in ("episode_return", "walls"):
+            values = metrics[f"{way}{name}"][~tests]
+            assert ((values >= 0) & (values <= 1)).all()
+        for name in ("policy_loss", "value_loss", "entropy", "kl", "explained_variance"):
+            assert np.isfinite(metrics[f"{way}{name}"][~tests]).all()
+    walls = np.concatenate([metrics["walls"][~tests], metrics["uniform_walls"][~tests]])
+    assert len(set(walls.tolist())) == 8
+    with np.load("runs/a/state.npz") as state:
+        levels = state["['learned'][1].buffer.level['walls']"]
+    assert len({agent.tobytes() for agent in levels}) == 4  # each agent has levels of its own
     printed = capsys.readouterr().out
-    assert f"{4 * 4 * plr.TIME_LIMIT:,} env steps" in printed
-    for name in ("uniform", "replay"):
-        assert name in printed
+    assert printed.startswith(f"score {run.latest('evaluation'):.6g}, mean return ")
+    assert f"{4 * 4 * plr.TIME_LIMIT:,} env steps\nresults are in runs/a\n" in printed
+
+
+@pytest.mark.nightly
+def test_plr_replays_with_the_agents_that_it_says():
+    """A buffer as large as the number of envs, without mutations, always gives the same levels."""
+    words = [*PLR.split(), *["--buffer-size", "4", "--replay", "1", "--mutation", "0", "--name", "a"]]
+    metrics = plr.main(words).metrics()
+    walls, uniform = (metrics[name][:4] for name in ("walls", "uniform_walls"))
+    np.testing.assert_allclose(walls, walls[0], rtol=1e-5)
+    assert np.unique(uniform).size == 4
+
+
+@pytest.mark.nightly
+def test_plr_resumed_after_a_signal_equals_an_uninterrupted_run(monkeypatch):
+    words = [*PLR.split(), "--buffer-size", "8", "--save-every", "3", "--name"]
+    whole = plr.main([*words, "whole"])
+
+    def log(self, env_steps, metrics):
+        before(self, env_steps, metrics)
+        if env_steps == 480:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = Run._log
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr(Run, "_log", log)
+        plr.main([*words, "half"])
+    assert caught.value.code == 130
+    with np.load("runs/half/state.npz") as state:
+        assert state["env_steps"] < 1440  # before the first test
+    resumed = plr.main(["--resume", "runs/half"])
+    assert resumed.env_steps == whole.env_steps == 1920
+    assert Path("runs/half/state.npz").read_bytes() == Path("runs/whole/state.npz").read_bytes()
+    assert_same_params("runs/half", "runs/whole")
+    found, expected = resumed.metrics(), whole.metrics()
+    assert {*found} == {*expected}
+    for name in {*expected} - {"seconds", "steps_per_second"}:
+        np.testing.assert_array_equal(found[name], expected[name], name)
+
+
+def test_plr_names_its_folder_without_an_env(monkeypatch):
+    monkeypatch.setattr(plr, "train", lambda *_: None)
+    assert re.fullmatch(r"plr_3_\d{8}-\d{6}", plr.main(["--seed", "3"]).folder.name)
+
+
+def test_plrs_maze_shows_walls_goal_and_agent():
+    walls = np.zeros((plr.SIZE, plr.SIZE), np.uint8)
+    walls[0, 2] = 1
+    env = plr.Maze(render_mode="rgb_array")
+    env.reset(options={"walls": walls, "start": 1, "goal": plr.SIZE})
+    env.step(plr.MOVES.index((0, 1)))  # into the wall
+    env.step(plr.MOVES.index((0, -1)))
+    image = env.render()
+    assert image.shape == (16 * plr.SIZE, 16 * plr.SIZE, 3)
+    assert image.dtype == np.uint8
+    cells = image.reshape(plr.SIZE, 16, plr.SIZE, 16, 3)
+    assert (cells == cells[:, :1, :, :1]).all()
+    cells = cells[:, 0, :, 0]
+    assert cells[0, 0].tolist() == [220, 0, 0]  # the agent
+    assert cells[1, 0].tolist() == [0, 160, 0]  # the goal
+    assert cells[0, 2].tolist() == [0, 0, 0]  # the wall
+    assert (cells == 255).all(-1).sum() == plr.CELLS - 3
 
 
 def reachable(level):
