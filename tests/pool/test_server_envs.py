@@ -1,8 +1,11 @@
-"""Envs behind a server (`examples/server_envs.py`): a real server process, stepped from compiled programs."""
+"""Envs behind a server (`examples/server_envs.py`): real server processes, stepped from compiled programs."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import gymnasium
 import jax
@@ -10,20 +13,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from server_envs import LineClient, ServerEnvs, start_server
+from server_envs import LineClient, OpenEnvClient, ServerEnvs, start_server
 
 import jaxvec
 
 LOST = {"lost": bool}
 
 
+def start_openenv(port=0, latency=0.0):
+    script = Path(__file__).parents[1] / "support/openenv_cartpole.py"
+    command = [sys.executable, script, str(port), str(latency)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return server, int(server.stdout.readline())
+
+
+@pytest.fixture(params=["lines", "openenv"])
+def protocol(request):
+    """A function that starts a server, and one that connects to an env of the server at a port."""
+    if request.param == "lines":
+        return start_server, lambda port: partial(LineClient.connect, port)
+    pytest.importorskip("openenv", reason="the extra openenv has OpenEnv")
+    return start_openenv, lambda port: partial(OpenEnvClient.connect, f"http://127.0.0.1:{port}")
+
+
 @pytest.fixture
-def start():
+def start(protocol):
     """Starts servers, and kills them after the test."""
     servers = []
 
     def start_one(port=0, latency=0.0):
-        server, port = start_server(port, latency)
+        server, port = protocol[0](port, latency)
         servers.append(server)
         return server, port
 
@@ -34,14 +53,18 @@ def start():
         server.stdout.close()
 
 
-def make_pool(make, port, count, **options):
-    with gymnasium.make("CartPole-v1") as env:
-        spaces = env.observation_space, env.action_space
-    fn = partial(ServerEnvs, partial(LineClient.connect, port), *spaces, count, **options)
-    return make(fn, count, envs_per_instance=count, num_workers=1, info=LOST)
+@pytest.fixture
+def make_pool(make, protocol):
+    def make_one(port, count, **options):
+        with gymnasium.make("CartPole-v1") as env:
+            spaces = env.observation_space, env.action_space
+        fn = partial(ServerEnvs, protocol[1](port), *spaces, count, **options)
+        return make(fn, count, envs_per_instance=count, num_workers=1, info=LOST)
+
+    return make_one
 
 
-def test_every_field_equals_envs_stepped_directly(make, start):
+def test_every_field_equals_envs_stepped_directly(make_pool, start):
     _, port = start()
     actions = np.random.default_rng(0).integers(0, 2, (60, 8))
     oracle = SyncVectorEnv(
@@ -50,7 +73,7 @@ def test_every_field_equals_envs_stepped_directly(make, start):
     first, _ = oracle.reset(seed=3)
     rows = [oracle.step(action)[:4] for action in actions]
 
-    handle, timestep = jaxvec.reset(make_pool(make, port, 8, deadline=60), seed=3)
+    handle, timestep = jaxvec.reset(make_pool(port, 8, deadline=60), seed=3)
     np.testing.assert_array_equal(timestep.obs, first)
     _, steps = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, jnp.asarray(actions))
     assert steps.terminated.any()
@@ -62,9 +85,9 @@ def test_every_field_equals_envs_stepped_directly(make, start):
         np.testing.assert_array_equal(getattr(steps, name), np.stack(column), err_msg=name)
 
 
-def test_restarted_server_truncates_and_resets(make, start):
+def test_restarted_server_truncates_and_resets(make_pool, start):
     server, port = start()
-    envs = make_pool(make, port, 4, deadline=60, restart=600)
+    envs = make_pool(port, 4, deadline=60, restart=600)
     before = envs.reset(seed=0)
     server.kill()
     server.wait()
@@ -82,18 +105,18 @@ def test_restarted_server_truncates_and_resets(make, start):
     np.testing.assert_array_equal(envs.step(np.zeros(4, int)).reward, np.ones(4))
 
 
-def test_late_reply_truncates_its_episode(make, start):
+def test_late_reply_truncates_its_episode(make_pool, start):
     _, port = start(latency=100_000.0)
-    envs = make_pool(make, port, 2, deadline=1.0, restart=600)
+    envs = make_pool(port, 2, deadline=1.0, restart=600)
     envs.reset(seed=0)
     late = envs.step(np.zeros(2, int))
     assert late.truncated.all()
     assert late.info["lost"].all()
 
 
-def test_server_that_stays_away_is_an_error(make, start):
+def test_server_that_stays_away_is_an_error(make_pool, start):
     server, port = start()
-    envs = make_pool(make, port, 2, deadline=60, restart=0)
+    envs = make_pool(port, 2, deadline=60, restart=0)
     server.kill()
     server.wait()
     with pytest.raises(jaxvec.EnvError, match="reset"):
