@@ -341,13 +341,14 @@ def test_it_keeps_no_references():
         *Same.result[0],
         probe.slice_infos(env_slice),
     ]
+    gc.collect()  # what other tests have left
     before = [sys.getrefcount(each) for each in objects]
     references_to_false = sys.getrefcount(False)
-    for _ in range(100):
+    for _ in range(10_000):
         env_slice.step(slots)
     assert [sys.getrefcount(each) for each in objects] == before
-    # Other threads use it, too, before Python 3.12. If steps kept it, there would be 100 more or fewer.
-    assert abs(sys.getrefcount(False) - references_to_false) < 100
+    # Before Python 3.12, other threads and collections of garbage change this number, too, by a few hundred.
+    assert abs(sys.getrefcount(False) - references_to_false) < 1_000
     env_slice.reset(slots)
     env_slice.set_attr([FIRST], [2], "_max_episode_steps")
     for _ in range(100):
