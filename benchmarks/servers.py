@@ -27,7 +27,7 @@ from benchmarks.__main__ import machine
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "examples"))
 
-from server_envs import LineClient, ServerEnvs, start_server  # noqa: E402
+from server_envs import LineClient, ServerEnvs, launch, start_server  # noqa: E402
 
 Start = Callable[[], tuple["subprocess.Popen[str]", int]]  # returns the process and its port
 
@@ -38,9 +38,7 @@ def start_compiled(folder: str, latency: float) -> tuple[subprocess.Popen[str], 
     subprocess.run(
         ["c++", "-std=c++17", "-O2", "-o", str(program), str(HERE / "delay_server.cc")], check=True
     )
-    server = subprocess.Popen([program, str(latency)], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    return server, int(server.stdout.readline())
+    return launch([str(program), str(latency)])
 
 
 def rates(start: Start, num_envs: int, num_steps: int, num_turns: int) -> list[float]:

@@ -289,7 +289,11 @@ async def serve(port: int, latency: float) -> None:
 
 def start_server(port: int = 0, latency: float = 0.05) -> tuple[subprocess.Popen[str], int]:
     """Starts a server process. Returns the process and its port."""
-    command = [sys.executable, __file__, "--serve", "--port", str(port), "--latency", str(latency)]
+    return launch([sys.executable, __file__, "--serve", "--port", str(port), "--latency", str(latency)])
+
+
+def launch(command: list[str]) -> tuple[subprocess.Popen[str], int]:
+    """Starts a server that prints its port. Returns the process and its port."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, int(process.stdout.readline())

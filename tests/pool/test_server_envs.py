@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from server_envs import LineClient, OpenEnvClient, ServerEnvs, start_server
+from server_envs import LineClient, OpenEnvClient, ServerEnvs, launch, start_server
 
 import jaxvec
 
@@ -22,9 +21,7 @@ LOST = {"lost": bool}
 
 def start_openenv(port=0, latency=0.0):
     script = Path(__file__).parents[1] / "support/openenv_cartpole.py"
-    command = [sys.executable, script, str(port), str(latency)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    return server, int(server.stdout.readline())
+    return launch([sys.executable, str(script), str(port), str(latency)])
 
 
 @pytest.fixture(params=["lines", "openenv"])
