@@ -2,7 +2,9 @@
 
 #include <linux/futex.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -11,6 +13,8 @@
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 namespace jaxvec {
@@ -39,12 +43,10 @@ struct SchedAttr {
   uint64_t runtime = 0, deadline = 0, period = 0;
 };
 
-// Requests short slices once per thread, before its first sleep.
-void ask_for_short_slices() {
-  thread_local bool asked = false;
-  if (asked) return;
-  asked = true;
-  request_short_slices();
+// Requests short slices once per thread, before its first sleep. Returns whether they are granted.
+bool has_short_slices() {
+  thread_local const bool granted = request_short_slices() == nullptr;
+  return granted;
 }
 
 // Sleeps until `line` is woken, unless its word differs from `seen`. Returns 0 or an errno.
@@ -82,6 +84,9 @@ class Spin {
     return until_ != 0;
   }
 
+  // Returns until when this thread sleeps at once, because its core is busy; earlier than now if it is not.
+  static int64_t busy_until() { return paused_until_; }
+
  private:
   static constexpr int64_t kLostCoreNs = 500'000;  // longer than a worker's ordinary step
   static constexpr int64_t kPauseNs = 200'000'000;
@@ -92,6 +97,66 @@ class Spin {
 };
 
 thread_local int64_t Spin::paused_until_ = 0;
+
+// Makes the kernel choose again which thread runs on the worker's core, more often while that core is busy.
+//
+// A worker that has used up its share of a busy core waits until the other threads have used up their shares.
+// The kernel looks for that moment only at its own ticks, every 4 ms at 250 Hz, and a step waits for its
+// latest worker. Each time this thread goes to sleep, the kernel chooses anew. There is one per process, as
+// there is one worker per process.
+class Ticker {
+ public:
+  // Ticks on the core of the calling thread until `until_ns`.
+  void tick_until(int64_t until_ns) {
+    if (now_ns() >= until_ns) return;
+    core_.store(sched_getcpu(), std::memory_order_relaxed);
+    until_.store(until_ns, std::memory_order_seq_cst);
+    // A process that an env forks inherits `runs_in_` without the thread, so it holds the process's id.
+    const pid_t self = getpid();
+    if (runs_in_.exchange(self, std::memory_order_seq_cst) == self) return;
+    sigset_t all, before;  // signals have to interrupt the worker's sleep
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      std::thread([this, self] { run(self); }).detach();
+    } catch (const std::system_error&) {  // too many threads: steps are correct without this one
+      runs_in_.store(0, std::memory_order_seq_cst);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+ private:
+  void run(pid_t self) {
+    pthread_setname_np(pthread_self(), "jaxvec ticker");
+    request_short_slices();
+    do {
+      while (now_ns() < until_.load(std::memory_order_seq_cst)) {
+        const int core = core_.load(std::memory_order_relaxed);
+        if (core != sched_getcpu()) move_to(core);
+        const timespec period = {0, kPeriodNs};
+        nanosleep(&period, nullptr);
+      }
+      // `tick_until` stores `until_`, then exchanges `runs_in_`; we store `runs_in_`, then load `until_`. So
+      // either we see the new time, or the caller sees that it has to start a thread.
+      runs_in_.store(0, std::memory_order_seq_cst);
+    } while (now_ns() < until_.load(std::memory_order_seq_cst) &&
+             runs_in_.exchange(self, std::memory_order_seq_cst) != self);
+  }
+
+  static void move_to(int core) {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    sched_setaffinity(0, sizeof(cores), &cores);
+  }
+
+  static constexpr long kPeriodNs = 300'000;
+  std::atomic<int> core_{0};
+  std::atomic<int64_t> until_{0};
+  std::atomic<pid_t> runs_in_{0};
+};
+
+Ticker ticker;
 
 // Compares counters that wrap around, if they differ by less than 2**31.
 bool reached(uint32_t counter, uint32_t target) { return static_cast<int32_t>(counter - target) >= 0; }
@@ -226,7 +291,7 @@ void notify_worker(Board& board, uint32_t worker) {
 }
 
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns) {
-  ask_for_short_slices();
+  has_short_slices();
   Board& board = parent.board;
   const int64_t deadline = now_ns() + timeout_ns;
   const Waiter waiter(parent);
@@ -270,7 +335,6 @@ void mark_notices_seen(Parent& parent) {
 }
 
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) {
-  ask_for_short_slices();
   Board& board = worker.board;
   Line& doorbell = board.doorbell[worker.index];
   Spin spin(board.spin_ns);
@@ -284,6 +348,7 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
     }
     while (doorbell.word.load(std::memory_order_seq_cst) == seen && spin.again()) {
     }
+    if (has_short_slices()) ticker.tick_until(Spin::busy_until());
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     if (doorbell.word.load(std::memory_order_seq_cst) == seen) futex_wait(doorbell, seen, nullptr);
     board.asleep[worker.index].word.store(0, std::memory_order_relaxed);

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import inspect
 import json
+import os
 import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import disasters
+from support import disasters, probe
 from support.segments import KINDS, board
 
 import jaxvec
@@ -234,6 +237,30 @@ def test_threads_that_wait_for_steps_get_short_slices(make, monkeypatch, setting
     there = envs.map(lambda env: (slice_of_thread(), slice_of_child()), indices=0)
     expected = 100_000 if setting is None else default
     assert (here, there) == ((expected, default), ((expected, default),))
+
+
+@pytest.mark.skipif(_native.reason_unavailable() is not None, reason="there is no native library")
+def test_worker_has_a_ticker_while_its_core_is_busy(make):
+    if not slice_of_child():
+        pytest.skip("this kernel has no slices that a thread can ask for")
+    envs = make(CountingEnv, 1, num_workers=1, dispatch="native")
+    envs.reset()
+    (worker,) = probe.pids(envs)
+
+    def ticks():
+        names = [path.read_text() for path in Path(f"/proc/{worker}/task").glob("*/comm")]
+        return "jaxvec ticker\n" in names
+
+    def steps_until_it_ticks():
+        envs.step([0])
+        return ticks()
+
+    with ExitStack() as stack:
+        for _ in range(2 * os.cpu_count()):
+            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(loop.kill)
+        disasters.wait_until(steps_until_it_ticks)
+        disasters.wait_until(lambda: not ticks())  # it ends soon after the steps
 
 
 @pytest.fixture
