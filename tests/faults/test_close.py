@@ -382,5 +382,5 @@ IN_THREADS = {
 def test_a_script_ends_while_a_daemon_thread_steps(way, name):
     step, then = IN_THREADS[name]
     script = run_script(step, then, way)
-    finish(script)
-    assert script.returncode == 0
+    _, err = finish(script)
+    assert script.returncode == 0, err
