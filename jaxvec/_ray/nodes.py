@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import inspect
+import math
 import os
 import socket
 import threading
@@ -224,13 +225,18 @@ class Placement:
         if (strategy := options.placement_strategy) is not None:
             bundles = [options.of_actor(count) for count in counts]
             self._group = ray.util.placement_group(bundles, strategy=strategy)
-            if not self._group.wait(timeout_seconds=1e9 if timeout is None else timeout):
+            deadline = math.inf if timeout is None else time.monotonic() + timeout
+            try:
+                while not self._group.wait(timeout_seconds=0.5):  # Ctrl-C does not end this wait
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError(
+                            f"the Ray cluster has no room for {len(bundles)} actors of {bundles[0]} with "
+                            f"placement_strategy={strategy!r}: none was found within Timeouts.start, "
+                            f"{timeout} s; available: {ray.available_resources()}"
+                        )
+            except BaseException:
                 self.close()
-                raise TimeoutError(
-                    f"the Ray cluster has no room for {len(bundles)} actors of {bundles[0]} with "
-                    f"placement_strategy={strategy!r}: none was found within Timeouts.start, {timeout} s; "
-                    f"available: {ray.available_resources()}"
-                )
+                raise
         elif (own := own_group_capacity(ray)) and own.num_actors(options.of_actor(counts[0])) >= len(counts):
             self._parent = ray.util.get_current_placement_group()
 

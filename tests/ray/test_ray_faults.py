@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -360,6 +361,25 @@ def test_a_placement_group_that_finds_no_room_times_out(make_on_ray):
     backend = jaxvec.Ray(placement_strategy="STRICT_SPREAD")
     with pytest.raises(TimeoutError, match="has no room for 2 actors of .*STRICT_SPREAD"):
         make_on_ray(CountingEnv, 2, backend=backend, start_timeout=2)
+
+
+def test_ctrl_c_removes_a_placement_group_that_finds_no_room(make_on_ray):
+    from ray.util import placement_group_table
+
+    def states():
+        return [group["state"] for group in placement_group_table().values()]
+
+    def interrupt():
+        wait_until(lambda: "PENDING" in states())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    backend = jaxvec.Ray(placement_strategy="STRICT_SPREAD")
+    with ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make_on_ray(CountingEnv, 4, num_workers=4, backend=backend, start_timeout=None)
+        interrupted.result(60)
+    wait_until(lambda: "PENDING" not in states())
 
 
 def test_a_placement_group_goes_with_its_pool(make_on_ray):
