@@ -173,7 +173,7 @@ def _write_narrower_floats(leaf: Leaf, row: NDArray[Any], value: NDArray[Any]) -
             row[...] = value
     except FloatingPointError as error:
         worst = value.flat[np.abs(value, where=np.isfinite(value), out=np.zeros_like(value)).argmax()]
-        raise InvalidValue(f"{leaf}: {worst} doesn't fit into {leaf.stored}, its stored dtype") from error
+        raise InvalidValue(_overflow(leaf, worst.item())) from error
 
 
 def conform(leaf: Leaf, value: Any) -> NDArray[Any]:
@@ -205,7 +205,13 @@ def _wrong_structure(node: DictNode | TupleNode, value: Any) -> str:
 
 
 def _overflow(leaf: Leaf, value: Any) -> str:
-    return f"{leaf}: {value!r} doesn't fit into {leaf.stored}, in which JAX stores the space's {leaf.dtype}"
+    text = f"{leaf}: {value!r} doesn't fit into {leaf.stored}"
+    if leaf.stored == leaf.dtype:
+        return text
+    return (
+        f"{text}, in which JAX stores the space's {leaf.dtype}; to keep {leaf.dtype}, set jax_enable_x64 before "
+        "you make the pool"
+    )
 
 
 # --- Values without a fixed shape: text, sequences, graphs and choices -----------------------------------

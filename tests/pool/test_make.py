@@ -481,7 +481,9 @@ def test_integers_beyond_32_bits_are_an_error_and_not_another_number(make, backe
 
     envs = make(Wide, 2, backend=backend)
     assert envs.reset().obs.tolist() == [[1, 2]] * 2
-    with pytest.raises(jaxvec.EnvDataError, match="obs: .*1099511627776.* doesn't fit into int32"):
+    with pytest.raises(
+        jaxvec.EnvDataError, match="obs: .*1099511627776.* doesn't fit into int32.* set jax_enable_x64"
+    ):
         envs.step(np.full(2, 7))
 
 
