@@ -208,10 +208,8 @@ def _overflow(leaf: Leaf, value: Any) -> str:
     text = f"{leaf}: {value!r} doesn't fit into {leaf.stored}"
     if leaf.stored == leaf.dtype:
         return text
-    return (
-        f"{text}, in which JAX stores the space's {leaf.dtype}; to keep {leaf.dtype}, set jax_enable_x64 before "
-        "you make the pool"
-    )
+    text += f", in which JAX stores the space's {leaf.dtype}"
+    return f"{text}; to keep {leaf.dtype}, set jax_enable_x64 before you make the pool"
 
 
 # --- Values without a fixed shape: text, sequences, graphs and choices -----------------------------------
