@@ -68,6 +68,8 @@ from jaxvec._snapshots.pickling import dumps
 from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
 from jaxvec._tracing import Recorder, span
 
+_EMPTY: dict[Any, Any] = {}  # shared by states, which never change
+
 
 class EnvSlice(Slice):
     """Neighbouring envs of a pool that are stepped one after the other.
@@ -214,7 +216,11 @@ class EnvSlice(Slice):
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        self._counted = monotonic_ns(), self._stats[_stats.RESET_NS]
+        self._step(slots, None if done is None else partial(self._report, done))
+
+    def _step(self, slots: NDArray[Any], after: Callable[[int], None] | None) -> None:
+        """Steps the envs of `slots` in turn, and calls `after` when the row of one is written."""
+        self._counted = 0, monotonic_ns(), self._stats[_stats.RESET_NS]
         if (requested := slots.tobytes()) != self._last_slots:
             self._last_slots, array = requested, slots - self.first
             self._indices, self._index = array.tolist(), index_of(array)
@@ -226,13 +232,13 @@ class EnvSlice(Slice):
             self._flight.step(self._index)
         self._running[0] = self.first + indices[0] + 1
         try:
-            self._step_slots(indices, actions, done)
+            self._step_slots(indices, actions, after)
         except BaseException as error:
             slot = self._running[0] - 1
             if forked:
                 end_forks(slot, "step")
             place = indices.index(slot - self.first)
-            self._count_steps(place if done is None else 0)
+            self._count_steps(place)
             if isinstance(error, EnvFailure):  # a reset has failed, so no step is lost
                 failure = error
             else:
@@ -245,7 +251,7 @@ class EnvSlice(Slice):
             raise failure from failure.__cause__
         if self._flight is not None:
             self._flight.check()
-        self._count_steps(len(indices) if done is None else 0)
+        self._count_steps(len(indices))
         self._running[0] = 0
 
     def recover(self, failure: EnvFailure, *, rebuild: bool, settings: SlotSettings | None = None) -> None:
@@ -276,13 +282,12 @@ class EnvSlice(Slice):
     def close(self) -> None:
         self._simulator.close()
 
-    def _step_each(self, indices: list[int], actions: list[Any], done: Done | None) -> None:
+    def _step_each(self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None) -> None:
         """Steps envs in turn. If it raises, `_running` names the env.
 
         This is the hot loop: its overhead over `env.step` is the cost of jaxvec per step. The compiled loop
         makes ordinary steps. Python handles all others, and can handle every step.
         """
-        after = None if done is None else partial(self._report, done)
         run, state, targets = self._run, self._episodes.state, self._slots.targets
         targets.update()
         place = 0
@@ -297,20 +302,22 @@ class EnvSlice(Slice):
             if after is not None:
                 after(index)
 
-    def _step_until_wrong(self, indices: list[int], actions: list[Any], done: Done | None) -> None:
+    def _step_until_wrong(
+        self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None
+    ) -> None:
         """Steps the envs before the first invalid action, and raises its error."""
         wrong, state = self._rows.take_wrong_actions(), self._episodes.state
         needed = (place for place, index in enumerate(indices) if index in wrong and state[index] <= MARKED)
         place = next(needed, len(indices))
         if place:
-            self._step_each(indices[:place], actions[:place], done)
+            self._step_each(indices[:place], actions[:place], after)
         if place < len(indices):
             self._running[0] = self.first + indices[place] + 1
             raise wrong[indices[place]]
 
     def _report(self, done: Done, index: int) -> None:
         # Count first: the parent may read the statistics as soon as `done` marks the slot as completed.
-        self._count_steps(1)
+        self._count_steps(self._counted[0] + 1)
         done(self.first + index, 1)
 
     def _step_one(
@@ -423,11 +430,11 @@ class EnvSlice(Slice):
         self._episodes.begin(index, episode)  # last: if a write fails, the env still has to be reset
         return obs
 
-    def _count_steps(self, count: int) -> None:
-        """Counts steps, and the time since the last count without the time of resets."""
-        started, in_resets = self._counted
-        self._counted = now, resets = monotonic_ns(), self._stats[_stats.RESET_NS]
-        self._stats[_stats.STEPS] += count
+    def _count_steps(self, place: int) -> None:
+        """Counts the steps before `place`, and the time since the last count without the time of resets."""
+        counted, started, in_resets = self._counted
+        self._counted = place, now, resets = place, monotonic_ns(), self._stats[_stats.RESET_NS]
+        self._stats[_stats.STEPS] += place - counted
         self._stats[_stats.STEP_NS] += now - started - (resets - in_resets)
 
     # --- Requests over the control socket ---------------------------------------------------------
@@ -716,7 +723,7 @@ class EnvSlice(Slice):
             self._episodes.clear_marks(index)  # the row may contain flags of another state
         save, restore, last = self._save_slot, self._restore_env, len(states) - 1
 
-        def save_and_restore_next(index: int, _: int) -> None:
+        def save_and_restore_next(index: int) -> None:
             after.append(save(index, states[index].slot))
             if index < last:
                 self._running[0] = index + 2  # an error of the restore is one of the next env
@@ -725,7 +732,7 @@ class EnvSlice(Slice):
 
         running[0] = states[0].slot + 1
         restore(0, states[0])
-        self.step(np.arange(len(states)), save_and_restore_next)
+        self._step(np.arange(len(states)), save_and_restore_next)
 
     def _save_slot(
         self, index: int, slot: int, *, is_recorded: bool = False, whole: bool = True
@@ -738,7 +745,7 @@ class EnvSlice(Slice):
             raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
         if isinstance(self._slots.envs[index], Guest):
             raise EnvStateError("the env ends its episode in a recycled process, where it can't be saved")
-        info = self._rows.infos[index]
+        info, objects = self._rows.infos[index], self._rows.objects
         stateful = self._slots.stateful[index]
         is_recorded = is_recorded and index not in self._recorded
         if is_recorded:  # its results are compared, so they need memory of their own
@@ -751,10 +758,10 @@ class EnvSlice(Slice):
             slot,
             state,
             self._episodes.save(index),
-            *self._slots.save(index),
-            deepcopy(info) if info else {},
+            self._slots.save(index),
+            deepcopy(info) if info else _EMPTY,
             self._rows.final.is_written(index),
-            {path: column[index] for path, column in self._rows.objects.items()},
+            {path: column[index] for path, column in objects.items()} if objects else _EMPTY,
         )
 
     def _restore_slot(self, index: int, state: SlotState, *, moved: bool = False) -> None:
@@ -776,8 +783,7 @@ class EnvSlice(Slice):
             self._flight.forget(index)
         if state.env is None:  # pyright: ignore[reportUnnecessaryComparison]
             return  # a guest, or a new env between two episodes
-        self._slots.make_ready(index)
-        self._slots.restore(index, state.env, state.seed, state.new_seed, state.options, fault=fault)
+        self._slots.restore(index, state.env, state.resets, fault=fault)
 
     def _verify(self, slot: int) -> bool:
         """Verifies that envs of this one's kind continue exactly from restored states, once per kind.

@@ -48,9 +48,7 @@ class SlotState(NamedTuple):
     slot: int  # the slot that it was saved from
     env: EnvState  # of the env and its wrappers; `None` in `EnvSlice.hand_over` if the env is not moved
     episode: tuple[int, Any, int]  # from `Episodes.save`
-    seed: int  # the last seed that the env was reset with
-    new_seed: int | None  # of the next reset, like `options`
-    options: dict[str, Any] | None
+    resets: tuple[int, int | None, Any]  # from `SlotEnvs.save`
     info: dict[str, Any]  # the raw info of the last reset or step
     is_final: bool  # True if the row contains the last step of an episode
     objects: dict[KeyPath, Any]  # the leaves of the row that are Python objects

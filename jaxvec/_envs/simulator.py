@@ -14,7 +14,7 @@ from jaxvec import _stats
 from jaxvec._envs.env_states import SlotState
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
-from jaxvec._memory.segment import Arrays, index_of, make_layout, private_segment
+from jaxvec._memory.segment import Arrays, Rows, index_of, make_layout, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._util import dumps
 
@@ -42,8 +42,8 @@ class Simulator:
         self._spec = replace(spec, num_envs=_MAX_ROWS, batch_size=_MAX_ROWS)
         self._stepper_of = stepper_of  # takes envs, the function that built them, and their arrays
         self._kinds: list[Hashable] | None = None
-        # Built when they are needed: the env of each kind, its stepper, and the arrays of its rows.
-        self._built: dict[Hashable, tuple[Env, Stepper, Arrays]] = {}
+        # Built when needed: the env of each kind, its stepper, statistics, and leaves of actions and results.
+        self._built: dict[Hashable, tuple[Env, Stepper, memoryview, Rows, Rows]] = {}
         self._layout = make_layout(self._spec, 1)
 
     def kind(self, slot: int) -> Hashable:
@@ -64,43 +64,41 @@ class Simulator:
         It writes the time steps to the places `targets`, `[k]`, of the leaves `rows`; not those of idle envs.
         Returns the next states.
         """
-        after: list[Any] = [None] * len(states)
+        after = list(states)  # an idle env takes no step, and the parent has its row
         by_kind: dict[Hashable, list[int]] = {}
         for place, state in enumerate(states):
-            if state.episode[0] == IDLE:  # takes no step, and the parent has its row
-                after[place] = state
-            else:
+            if state.episode[0] != IDLE:
                 by_kind.setdefault(self.kind(state.slot), []).append(place)
         for kind, places in by_kind.items():
             for start in range(0, len(places), _MAX_ROWS):
                 chunk = places[start : start + _MAX_ROWS]
-                next_states, arrays = self._step_chunk(
-                    kind, [states[place] for place in chunk], [leaf[chunk] for leaf in actions]
+                index = index_of(np.array(chunk))  # a slice, if the kinds are in order
+                next_states, stepped = self._step_chunk(
+                    kind, [states[place] for place in chunk], [leaf[index] for leaf in actions]
                 )
                 for place, state in zip(chunk, next_states, strict=True):
                     after[place] = state
-                index = index_of(targets[chunk])
-                for leaf, array in zip(self._spec.timestep_leaves, rows, strict=True):
-                    array[index] = arrays[leaf.path][: len(chunk)]
+                index = index_of(targets[index])
+                for array, row in zip(rows, stepped, strict=True):
+                    array[index] = row[: len(chunk)]
         return after
 
     def close(self) -> None:
         built, self._built = self._built, {}
-        for env, _, _ in built.values():
+        for env, *_ in built.values():
             with suppress(BaseException):
                 env.close()
 
     def _step_chunk(
         self, kind: Hashable, states: Sequence[SlotState], actions: Sequence[NDArray[Any]]
-    ) -> tuple[list[SlotState], Arrays]:
-        """Steps from states of one kind. Returns the next states, and the arrays with the rows."""
+    ) -> tuple[list[SlotState], Rows]:
+        """Steps from states of one kind. Returns the next states, and the leaves of the first rows."""
         if kind not in self._built:
             self._build(kind, states[0].slot)
-        env, stepper, arrays = self._built[kind]
-        counters = arrays["stats",][0]
+        env, stepper, counters, stored, rows = self._built[kind]
         before = counters[_stats.STEPS]
-        for leaf, action in zip(self._spec.action_leaves, actions, strict=True):
-            arrays[leaf.path][: len(states)] = action
+        for array, action in zip(stored, actions, strict=True):
+            array[: len(states)] = action
         after: list[SlotState] = []
         try:
             stepper(states, after, self._running)
@@ -115,8 +113,8 @@ class Simulator:
             raise error from error.__cause__
         finally:
             self._running[0] = 0
-            self.steps += int(counters[_stats.STEPS] - before)
-        return after, arrays
+            self.steps += counters[_stats.STEPS] - before
+        return after, rows
 
     def _build(self, kind: Hashable, slot: int) -> None:
         env_fn = self._env_fns[slot - self._first]
@@ -126,7 +124,9 @@ class Simulator:
             # Before the reset, because `StatefulEnv` has to observe the env from its first reset on.
             stepper = self._stepper_of(envs * _MAX_ROWS, env_fn, arrays)
             envs[0].reset(seed=0)  # wrappers and simulators require a reset before a restore
-        self._built[kind] = envs[0], stepper, arrays
+        stored = [arrays[leaf.path] for leaf in self._spec.action_leaves]
+        rows = [arrays[leaf.path] for leaf in self._spec.timestep_leaves]
+        self._built[kind] = envs[0], stepper, memoryview(arrays["stats",][0]), stored, rows
 
 
 def _kind(place: int, env_fn: EnvFn) -> Hashable:

@@ -84,7 +84,8 @@ class WrapperBypass:
             if not _is_unmodified(env):
                 limits = [vars(wrapper) for wrapper in reversed(bypassed) if isinstance(wrapper, TimeLimit)]
                 self.envs[index], self.limits[index] = env, tuple(limits)
-                self._bypassed[index] = tuple(bypassed)
+                # Restores do not touch a `PassiveEnvChecker`.
+                self._bypassed[index] = tuple(w for w in bypassed if not isinstance(w, PassiveEnvChecker))
                 self._unchecked.remove(index)
 
 
@@ -361,13 +362,6 @@ class SlotEnvs:
     def was_reset(self, index: int) -> bool:
         return index not in self._unlent
 
-    def make_ready(self, index: int) -> None:
-        """Resets an env that was never reset. Wrappers and simulators require that before a restore."""
-        self.settle(index)
-        if not self.was_reset(index):
-            self.envs[index].reset(seed=0)
-            self._unlent.remove(index)
-
     @contextmanager
     def unlent(self, index: int) -> Generator[None]:
         """Makes an env write to memory of its own within the block, so that its row is unchanged."""
@@ -394,20 +388,22 @@ class SlotEnvs:
                 "it into a pool with envs that the same functions make"
             )
 
-    def restore(
-        self, index: int, env: Any, seed: int, new_seed: int | None, options: Any, *, fault: bool
-    ) -> None:
+    def restore(self, index: int, env: Any, resets: tuple[int, int | None, Any], *, fault: bool) -> None:
         """Restores the state of an env, `env`, and the values that `save` returned.
 
         After a `fault`, the declared options of the next reset stay those that the program gave last.
         """
+        self.settle(index)
+        if index in self._unlent:  # wrappers and simulators require a reset before a restore
+            self.envs[index].reset(seed=0)
+            self._unlent.remove(index)
         if self.stateful[index].restore(env):
             self.targets.note_restore(index, self.called[index])
         else:
             self.changed(index)
         if index in self._borrowers:
             self._lend(index)
-        self._last_seeds[index] = seed
+        self._last_seeds[index], new_seed, options = resets
         self._new_seeds.pop(index, None)
         if new_seed is not None:
             self._new_seeds[index] = new_seed
