@@ -603,6 +603,9 @@ class PoolSpec:
     declared: DictNode
     reset_options: Node | None = None
 
+    def __hash__(self) -> int:
+        return self.fingerprint
+
     def __repr__(self) -> str:
         """Short, because JAX includes it in its own error messages."""
         return f"<PoolSpec of {self.num_envs} envs, {self.fingerprint:016x}>"

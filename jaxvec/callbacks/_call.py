@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import chex
@@ -216,6 +216,7 @@ class Call:
         """True if the call is for all envs of the pool and cannot be split."""
         return self.verb in (Verb.SEND, Verb.RECV) or (self.verb is Verb.RESET and self.spec.first_ready)
 
+    @lru_cache(256)  # noqa: B019 - calls are few and small
     def operands(self, rows: int, sent: int) -> list[Struct]:
         """Returns the type of each operand, for a token of `rows` envs; SEND has `sent` actions and ids."""
         token = _struct((3,), np.uint32, rows)
@@ -234,6 +235,7 @@ class Call:
                 types = self.arguments
         return [token, *(_struct(*each, sent if self.verb is Verb.SEND else rows) for each in types)]
 
+    @lru_cache(256)  # noqa: B019
     def results(self, rows: int) -> list[Struct]:
         """Returns the type of each result, for a token of `rows` envs. Unread results have no rows."""
         token = _struct((3,), np.uint32, rows)
