@@ -110,11 +110,11 @@ class StateTable:
         numbers: NDArray[np.int64],
         workers: NDArray[np.int_],
         incarnations: NDArray[np.int64],
-        needs_reset: NDArray[np.bool_],
+        needs_reset: NDArray[np.bool_] | np.bool_,
     ) -> NDArray[np.int_]:
         """Registers states that workers keep. Returns their places; the caller writes the rows there.
 
-        All arguments are `[n]`. `incarnations` are the numbers of times that each of `workers` was replaced.
+        All are `[n]`, or one flag for all. `incarnations` are the numbers of replacements of `workers`.
         """
         places = self.places(numbers)
         self._numbers[places], self.worker[places] = numbers, workers
@@ -149,7 +149,7 @@ class StateTable:
                 else f"state {foreign[0]} is uninitialised (all zeros); pass a state that save or simulate "
                 "returned"
             )
-        numbers = np.ascontiguousarray(ids[:, 1:]).astype("<u4").view("<i8").reshape(-1)
+        numbers = np.ascontiguousarray(ids[:, 1:], "<u4").view("<i8").reshape(-1)
         if not self._capacity:
             self.allocate(1)  # raises
         places = self.places(numbers)
@@ -161,9 +161,8 @@ class StateTable:
                 f"ones have replaced it. Make the pool with a `states` above {self._capacity}, the number "
                 "that your program uses at the same time"
             )
-        lost = (self.worker[places] == _LOST) | (
-            self._incarnations[places] != incarnations[self.worker[places]]
-        )
+        workers = self.worker[places]
+        lost = (workers == _LOST) | (self._incarnations[places] != incarnations[workers])
         if lost.any():
             raise self.lost(numbers[lost])
         return numbers
@@ -366,8 +365,7 @@ class SavedStates:
             rest,
             lambda mine: (sources[mine].tolist(), numbers[mine].tolist(), [a[mine] for a in actions], oldest),
         )
-        no_resets = np.zeros(len(numbers), np.bool_)
-        after = table.fill(numbers, workers, self._incarnations[workers], no_resets)
+        after = table.fill(numbers, workers, self._incarnations[workers], np.False_)
         for worker, answer in enumerate(answers):
             for row, part in zip(table.rows, answer or (), strict=bool(answer)):
                 row[after[workers == worker]] = part
@@ -450,7 +448,8 @@ class SavedStates:
         counts = np.bincount(workers)
         involved, stops = np.flatnonzero(counts), counts.cumsum()
         slots = self._worker_of.searchsorted(involved)  # the first env of each
-        order = index_of(np.argsort(workers, kind="stable"))  # a slice, if they are in order
+        is_sorted = (workers[1:] >= workers[:-1]).all()
+        order = slice(None) if is_sorted else workers.argsort(kind="stable")
         values = [array[order] for array in (sources, numbers, *actions)]
         self._write_simulation(slots, (stops - counts)[involved], values)
         late = self._dispatch(send, Verb.SIMULATE, slots, stops[involved])
