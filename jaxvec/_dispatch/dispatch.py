@@ -23,11 +23,10 @@ between the processes, so the portable dispatch needs no fences.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,30 +166,6 @@ class WorkerDispatch(Slots, ABC):
         """Waits for a message, such as the answer to a report, and leaves work for later."""
 
 
-class Partition:
-    """The assignment of slots to workers, each of which has a range of env ids."""
-
-    def __init__(self, slices: tuple[tuple[int, int], ...]) -> None:
-        self._stops = np.array([stop for _, stop in slices])
-        self._all = np.arange(slices[0][0], slices[-1][1])
-        self._of_all = list(self._split(self._all))
-
-    def of(self, slots: NDArray[Any]) -> Iterable[tuple[int, NDArray[Any]]]:
-        """Returns each worker that has some of `slots`, with those slots in the order given."""
-        if len(slots) == len(self._all) and (slots == self._all).all():  # the usual case, a step of all envs
-            return self._of_all
-        return self._split(slots)
-
-    def _split(self, slots: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-        owners = self._stops.searchsorted(slots, side="right")
-        if (owners[:-1] > owners[1:]).any():
-            order = owners.argsort(kind="stable")
-            owners, slots = owners[order], slots[order]
-        cuts = (np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()
-        for start, stop in itertools.pairwise([0, *cuts, len(slots)] if len(slots) else []):
-            yield int(owners[start]), slots[start:stop]
-
-
 class PortableParentDispatch(ParentDispatch):
     """The parent's end of the portable dispatch. It waits at the control sockets and needs no `notify_*`."""
 
@@ -199,7 +174,7 @@ class PortableParentDispatch(ParentDispatch):
     ) -> None:
         super().__init__(marks)
         self._request_number = 0
-        self._partition = Partition(slices)
+        self._stops = np.array([stop for _, stop in slices])
         self._channels = channels
         self._last_death_check = -math.inf  # seconds of the monotonic clock
 
@@ -228,7 +203,7 @@ class PortableParentDispatch(ParentDispatch):
             self._requested[slots] = marks  # from now on the workers own the slots
         finally:  # also after Ctrl-C, as workers wait for it
             self._marks.target[1] += 1
-        for worker, _ in self._partition.of(slots):
+        for worker in np.unique(self._stops.searchsorted(slots, side="right")).tolist():
             self._channels[worker].wake()
 
 

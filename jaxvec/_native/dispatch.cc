@@ -79,24 +79,26 @@ class Spin {
     sched_yield();
     const int64_t now = now_ns();
     if (now - last_ > kLostCoreNs) paused_until_ = now + kPauseNs;
+    if (now - last_ > kBusyCoreNs) busy_until_ = now + kBusyNs;
     if (now >= until_ || now < paused_until_) until_ = 0;
     last_ = now;
     return until_ != 0;
   }
 
-  // Returns until when this thread sleeps at once, because its core is busy; earlier than now if it is not.
-  static int64_t busy_until() { return paused_until_; }
+  // Returns until when other programs are expected to keep the core of this thread busy.
+  static int64_t busy_until() { return busy_until_; }
 
  private:
-  static constexpr int64_t kLostCoreNs = 500'000;  // longer than a worker's ordinary step
-  static constexpr int64_t kPauseNs = 200'000'000;
-  static thread_local int64_t paused_until_;
+  static constexpr int64_t kLostCoreNs = 500'000;    // longer than a worker's ordinary step
+  static constexpr int64_t kBusyCoreNs = 2'000'000;  // longer than a turn of a thread of this program
+  static constexpr int64_t kPauseNs = 200'000'000, kBusyNs = 2'000'000'000;
+  static thread_local int64_t paused_until_, busy_until_;
 
   int64_t until_ = 0;  // 0 when it is over
   int64_t last_ = 0;   // time of the latest turn
 };
 
-thread_local int64_t Spin::paused_until_ = 0;
+thread_local int64_t Spin::paused_until_ = 0, Spin::busy_until_ = 0;
 
 // Makes the kernel choose again which thread runs on the worker's core, more often while that core is busy.
 //
@@ -211,11 +213,38 @@ void wake_worker(Board& board, uint32_t worker) {
   if (board.asleep[worker].word.load(std::memory_order_seq_cst) != 0) futex_wake(board.doorbell[worker]);
 }
 
+// Wakes the workers of `slots`.
+//
+// A worker that is woken on this thread's core may take it over at once, until its step is done. So workers
+// that slept on this core come last: otherwise the others would sleep on meanwhile.
+void wake_owners(Parent& parent, const int64_t* slots, uint32_t count) {
+  Board& board = parent.board;
+  const int64_t* const end = parent.stops + board.num_workers;
+  std::vector<char> owns(board.num_workers);
+  const int64_t* stop = end;
+  for (uint32_t i = 0; i < count; ++i) {
+    const bool is_same = stop != end && slots[i] < *stop && (stop == parent.stops || slots[i] >= stop[-1]);
+    if (!is_same) stop = std::upper_bound(parent.stops, end, slots[i]);
+    owns[stop - parent.stops] = 1;
+  }
+  const auto here = static_cast<uint32_t>(sched_getcpu());
+  std::vector<uint32_t> last;
+  for (uint32_t worker = 0; worker < board.num_workers; ++worker) {
+    if (!owns[worker]) continue;
+    if (board.asleep[worker].extra.load(std::memory_order_relaxed) == here) {
+      last.push_back(worker);
+    } else {
+      wake_worker(board, worker);
+    }
+  }
+  for (const uint32_t worker : last) wake_worker(board, worker);
+}
+
 // Stores the worker's pending slots in the order of their requests, up to the first with another operation.
 // Returns their number.
 uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
   const Board& board = worker.board;
-  const std::atomic<uint32_t>& sending = board.target->sending;
+  const std::atomic<uint32_t>& sending = board.target->extra;
   int64_t* end;
   uint32_t before;
   do {
@@ -243,7 +272,7 @@ uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
 // The stores of requests in between are releases, so a worker that sees one of them also sees `sending`
 // change.
 void begin_or_end_send(Board& board) {
-  std::atomic<uint32_t>& sending = board.target->sending;  // one thread at a time sends
+  std::atomic<uint32_t>& sending = board.target->extra;  // one thread at a time sends
   sending.store(sending.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
@@ -265,7 +294,7 @@ const char* request_short_slices() {
   return granted ? nullptr : "this kernel has none; Linux 6.12 and newer have";
 }
 
-void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count) {
+void send(Parent& parent, uint32_t operation, const int64_t* slots, uint32_t count) {
   begin_or_end_send(parent.board);
   for (uint32_t i = 0; i < count; ++i) {
     const int64_t request = kEnd * ++parent.request_number + operation;
@@ -273,16 +302,16 @@ void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* sl
                                            std::memory_order_release);  // publishes actions and seeds
   }
   begin_or_end_send(parent.board);
-  wake_worker(parent.board, worker);
+  wake_owners(parent, slots, count);
 }
 
-void forward(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count) {
+void forward(Parent& parent, const int64_t* requests, const int64_t* slots, uint32_t count) {
   begin_or_end_send(parent.board);
   for (uint32_t i = 0; i < count; ++i) {
-    parent.board.requested[slots[i]].store(requests[i], std::memory_order_release);
+    parent.board.requested[slots[i]].store(requests[slots[i]], std::memory_order_release);
   }
   begin_or_end_send(parent.board);
-  wake_worker(parent.board, worker);
+  wake_owners(parent, slots, count);
 }
 
 void notify_worker(Board& board, uint32_t worker) {
@@ -349,6 +378,7 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
     while (doorbell.word.load(std::memory_order_seq_cst) == seen && spin.again()) {
     }
     if (has_short_slices()) ticker.tick_until(Spin::busy_until());
+    board.asleep[worker.index].extra.store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     if (doorbell.word.load(std::memory_order_seq_cst) == seen) futex_wait(doorbell, seen, nullptr);
     board.asleep[worker.index].word.store(0, std::memory_order_relaxed);

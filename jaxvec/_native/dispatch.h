@@ -14,7 +14,7 @@ namespace jaxvec {
 // A word that another process polls has a cache line of its own, to avoid false sharing.
 struct alignas(64) Line {
   std::atomic<uint32_t> word;
-  std::atomic<uint32_t> sending;  // used in `target`
+  std::atomic<uint32_t> extra;  // used in `asleep` and `target`
 };
 static_assert(sizeof(Line) == 64);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
@@ -30,9 +30,10 @@ struct Board {
   std::atomic<int64_t>* completed_at;  // [num_slots] worker writes: time of completion, monotonic ns
   Line* doorbell;                      // [num_workers] parent adds: there is new work or a new message
   Line* worker_notices;                // [num_workers] parent adds: a message is on the control socket
-  Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake
+  Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake; `extra` is the
+                                       // core that it slept on last
   Line* finished;                      // workers add: completed slots; the parent sleeps on it
-  Line* target;                        // parent writes: value of `finished` that it sleeps for; `sending` is
+  Line* target;                        // parent writes: value of `finished` that it sleeps for; `extra` is
                                        // odd while it stores requests: a batched env needs all of its own
   Line* sleepers;                      // parent adds: number of its threads that may need a wake
   Line* parent_notices;                // both sides add: the parent should poll its control sockets
@@ -53,6 +54,7 @@ enum Outcome : int32_t {
 // number of threads wait and use the atomics.
 struct Parent {
   Board board;
+  const int64_t* stops;    // [num_workers] end of each worker's slots, which start at the previous end
   const int32_t* sockets;  // [num_sockets] descriptors of control sockets; one may stand for several sockets
   uint32_t num_sockets;
   int64_t request_number;              // latest request; workers serve requests in this order
@@ -80,11 +82,11 @@ int64_t now_ns();
 // also reset a negative nice value, so such a thread passes its slice on.
 const char* request_short_slices();
 
-// Dispatches `count` slots of one worker and wakes it.
-void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count);
+// Dispatches `count` slots and wakes their workers.
+void send(Parent& parent, uint32_t operation, const int64_t* slots, uint32_t count);
 
-// Dispatches slots with the requests of another dispatch, which numbers them.
-void forward(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count);
+// Dispatches slots with the requests `[num_slots]` of another dispatch, which numbers them.
+void forward(Parent& parent, const int64_t* requests, const int64_t* slots, uint32_t count);
 
 // Wakes a worker after a message was written to its control socket.
 void notify_worker(Board& board, uint32_t worker);

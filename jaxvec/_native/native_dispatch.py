@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
-from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Partition, Work, WorkerDispatch
+from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Work, WorkerDispatch
 from jaxvec._dispatch.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
@@ -34,23 +34,21 @@ class NativeParentDispatch(ParentDispatch):
         super().__init__(marks)
         self._native_end = load().Parent(
             marks=marks,
+            stops=np.array([stop for _, stop in slices]),
             sockets=np.array(sorted({channel.fileno() for channel in channels}), np.int32),
             spin_ns=spin_ns,
             look_around_ns=int(DEATH_CHECK_INTERVAL * 1e9),
         )
-        self._partition = Partition(slices)
 
     @property
     def native_end(self) -> Any:
         return self._native_end
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        for worker, part in self._partition.of(slots):
-            self._native_end.send(worker, verb, part)
+        self._native_end.send(verb, slots)
 
     def forward(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        for worker, part in self._partition.of(slots):
-            self._native_end.forward(worker, requests[part], part)
+        self._native_end.forward(requests, slots)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         # Returns early after a signal, so that Python's handlers can run.

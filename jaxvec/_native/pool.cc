@@ -358,26 +358,10 @@ void Pool::write_actions(const std::vector<int64_t>& slots, const void* const* a
   for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i]);
 }
 
-void Pool::dispatch(const std::vector<int64_t>& given, const void* const* actions) {
-  write_actions(given, actions);
+void Pool::dispatch(const std::vector<int64_t>& slots, const void* const* actions) {
+  write_actions(slots, actions);
   const Recording recording(trace, kDispatching);
-  // A worker starts to step as soon as it has slots, so one send must contain all slots of a batched env.
-  std::vector<int64_t> sorted;
-  if (plan_.together > 1) {
-    sorted = given;
-    std::sort(sorted.begin(), sorted.end());
-  }
-  const std::vector<int64_t>& slots = plan_.together > 1 ? sorted : given;
-  const int64_t* const stops_end = plan_.stops + plan_.parent->board.num_workers;
-  for (size_t first = 0; first < slots.size();) {
-    const int64_t* const stop = std::upper_bound(plan_.stops, stops_end, slots[first]);
-    const int64_t start = stop == plan_.stops ? 0 : stop[-1];
-    size_t last = first;
-    while (last < slots.size() && start <= slots[last] && slots[last] < *stop) ++last;
-    jaxvec::send(*plan_.parent, static_cast<uint32_t>(stop - plan_.stops), kStep, &slots[first],
-                 static_cast<uint32_t>(last - first));
-    first = last;
-  }
+  jaxvec::send(*plan_.parent, kStep, slots.data(), size(slots));
 }
 
 // Checks that a recv can be made. An overdue env is an error of its own, because recv would not notice it

@@ -74,9 +74,8 @@ struct Plan {
   int64_t step_ns;      // timeout of a step
   Parent* parent;       // end of the dispatch
   std::shared_ptr<LocalEnvs> local;  // the envs, if they are in this process; null if workers have them
-  const int64_t* stops;        // [num_workers] end of each worker's slots, which start at the previous end
-  uint32_t* generation;        // [num_slots] current generation of each env
-  std::vector<Array> actions;  // leaves in the segment, in the order of a program's operands
+  uint32_t* generation;              // [num_slots] current generation of each env
+  std::vector<Array> actions;        // leaves in the segment, in the order of a program's operands
   uint32_t num_options = 0;    // number of the last `actions` that are reset options: a call has all or none
   std::vector<Array> results;  // leaves in the segment, in the order of a program's results
   uint8_t* in_flight;          // [num_slots] whether the env is pending: sent by `send` and not received

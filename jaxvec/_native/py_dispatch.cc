@@ -1,5 +1,6 @@
 // `Parent` and `Worker`: the two ends of the dispatch for Python. native_dispatch.py wraps them.
 
+#include <algorithm>
 #include <numeric>
 
 #include "py_types.h"
@@ -43,12 +44,11 @@ bool read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns, Boar
   return found;
 }
 
-// Returns whether the worker and all slots exist; sets an IndexError if not.
-bool check(const Board& board, uint32_t worker, const Slots& slots) {
+// Returns whether the worker and all slots exist, below `stop` if it is given; sets an IndexError if not.
+bool check(const Board& board, uint32_t worker, const Slots& slots, int64_t stop = INT64_MAX) {
   bool valid = worker < board.num_workers;
-  for (uint32_t i = 0; i < slots.count; ++i) {
-    valid &= slots.data[i] >= 0 && slots.data[i] < static_cast<int64_t>(board.num_slots);
-  }
+  stop = std::min<int64_t>(stop, board.num_slots);
+  for (uint32_t i = 0; i < slots.count; ++i) valid &= slots.data[i] >= 0 && slots.data[i] < stop;
   if (!valid) {
     PyErr_Format(PyExc_IndexError, "worker %u or one of its slots is out of range (%u workers, %u slots)",
                  worker, board.num_workers, board.num_slots);
@@ -59,33 +59,45 @@ bool check(const Board& board, uint32_t worker, const Slots& slots) {
 // --- Parent ---
 
 PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"marks", "sockets", "spin_ns", "look_around_ns", nullptr};
+  static const char* names[] = {"marks", "stops", "sockets", "spin_ns", "look_around_ns", nullptr};
   PyObject* marks;
+  Slots stops;
   Numbers<const int32_t, NPY_INT32> sockets;
   uint32_t spin_ns, look_around_ns;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OO&II:Parent", const_cast<char**>(names), &marks,
-                                   sockets.Convert, &sockets, &spin_ns, &look_around_ns)) {
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OO&O&II:Parent", const_cast<char**>(names), &marks,
+                                   stops.Convert, &stops, sockets.Convert, &sockets, &spin_ns,
+                                   &look_around_ns)) {
     return nullptr;
   }
   Ref self = MakeOwner<ParentEnd>(type);
   if (!self) return nullptr;
   auto& end = OwnOf<ParentEnd>(self.get());
   if (!read_marks(marks, spin_ns, look_around_ns, &end.parent.board)) return nullptr;
+  if (stops.count == 0 || stops.count != end.parent.board.num_workers) {
+    PyErr_SetString(PyExc_ValueError, "there is not one stop per worker");
+    return nullptr;
+  }
   end.marks = Share(marks);
+  end.stops.assign(stops.data, stops.data + stops.count);
+  end.parent.stops = end.stops.data();
   end.sockets.assign(sockets.data, sockets.data + sockets.count);
   end.parent.sockets = end.sockets.data();
   end.parent.num_sockets = sockets.count;
   return self.release();
 }
 
-void parent_send(ParentEnd& end, uint32_t worker, uint32_t operation, const Slots& slots) {
-  if (!check(end.parent.board, worker, slots)) return;
-  WithoutGil([&] { send(end.parent, worker, operation, slots.data, slots.count); });
+void parent_send(ParentEnd& end, uint32_t operation, const Slots& slots) {
+  if (!check(end.parent.board, 0, slots, end.stops.back())) return;
+  WithoutGil([&] { send(end.parent, operation, slots.data, slots.count); });
 }
 
-void parent_forward(ParentEnd& end, uint32_t worker, const Slots& requests, const Slots& slots) {
-  if (!check(end.parent.board, worker, slots)) return;
-  WithoutGil([&] { forward(end.parent, worker, requests.data, slots.data, slots.count); });
+void parent_forward(ParentEnd& end, const Slots& requests, const Slots& slots) {
+  if (!check(end.parent.board, 0, slots, end.stops.back())) return;
+  if (requests.count != end.parent.board.num_slots) {
+    PyErr_SetString(PyExc_ValueError, "there is not one request per slot");
+    return;
+  }
+  WithoutGil([&] { forward(end.parent, requests.data, slots.data, slots.count); });
 }
 
 void parent_notify_worker(ParentEnd& end, uint32_t worker) {

@@ -93,22 +93,22 @@ struct Engine {
 Pool& pool_of(PyObject* self) { return *OwnOf<Engine>(self).pool; }
 
 PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"pool_id",   "parent",      "fingerprint", "batch_size",  "in_order",
-                                "together",  "wait_ns",     "step_ns",     "stops",       "generation",
-                                "actions",   "num_options", "results",     "nonzero",     "in_flight",
-                                "sent",      "num_sent",    "due",         "needs_reset", "terminated",
-                                "truncated", "step_here",   "all_slots",   nullptr};
+  static const char* names[] = {"pool_id",     "parent",    "fingerprint", "batch_size", "in_order",
+                                "together",    "wait_ns",   "step_ns",     "generation", "actions",
+                                "num_options", "results",   "nonzero",     "in_flight",  "sent",
+                                "num_sent",    "due",       "needs_reset", "terminated", "truncated",
+                                "step_here",   "all_slots", nullptr};
   Plan plan{};
   PyObject *parent, *actions, *results, *nonzero, *step_here, *all_slots;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!lIpIllO&O&OIOOO&O&O&O&O&O&O&OO!:Pool", const_cast<char**>(names), &plan.id,
+          args, kwargs, "$IO!lIpIllO&OIOOO&O&O&O&O&O&O&OO!:Pool", const_cast<char**>(names), &plan.id,
           parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.together,
-          &plan.wait_ns, &plan.step_ns, ConvertShared<const int64_t>, &plan.stops, ConvertShared<uint32_t>,
-          &plan.generation, &actions, &plan.num_options, &results, &nonzero, ConvertShared<uint8_t>,
-          &plan.in_flight, ConvertShared<int64_t>, &plan.sent, ConvertShared<uint32_t>, &plan.num_sent,
-          ConvertShared<int64_t>, &plan.due, ConvertShared<uint8_t>, &plan.needs_reset,
-          ConvertShared<const uint8_t>, &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated,
-          &step_here, &PyArray_Type, &all_slots)) {
+          &plan.wait_ns, &plan.step_ns, ConvertShared<uint32_t>, &plan.generation, &actions,
+          &plan.num_options, &results, &nonzero, ConvertShared<uint8_t>, &plan.in_flight,
+          ConvertShared<int64_t>, &plan.sent, ConvertShared<uint32_t>, &plan.num_sent, ConvertShared<int64_t>,
+          &plan.due, ConvertShared<uint8_t>, &plan.needs_reset, ConvertShared<const uint8_t>,
+          &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated, &step_here, &PyArray_Type,
+          &all_slots)) {
     return nullptr;
   }
   Ref self = MakeOwner<Engine>(type);

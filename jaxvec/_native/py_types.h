@@ -11,6 +11,7 @@ namespace jaxvec {
 // The parent's end of the dispatch, as Python's `Parent` holds it.
 struct ParentEnd {
   Ref marks;  // keeps the segment mapped while `parent` has its addresses
+  std::vector<int64_t> stops;
   std::vector<int32_t> sockets;
   Parent parent{};
 };

@@ -274,7 +274,6 @@ def open_engine(
     spec: PoolSpec,
     arrays: Arrays,
     *,
-    slices: Slices,
     config: EngineConfig,
     step_here: StepHere | None = None,
 ) -> Engine:
@@ -292,7 +291,6 @@ def open_engine(
         end,
         config,
         fingerprint=spec.fingerprint,
-        slices=slices,
         actions=[arrays[leaf.path] for leaf in (*spec.action_leaves, *spec.option_leaves)],
         num_options=len(spec.option_leaves),
         results=[arrays[leaf.path] for leaf in spec.timestep_leaves],

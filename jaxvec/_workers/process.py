@@ -199,7 +199,7 @@ class ProcessWorkers(WorkerGroup):
         return arrays
 
     def open_engine(self, config: EngineConfig) -> Engine:
-        return open_engine(self._dispatch, self._spec, self._arrays, slices=self._partition, config=config)
+        return open_engine(self._dispatch, self._spec, self._arrays, config=config)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         if verb is Verb.STEP and self._objects_out:

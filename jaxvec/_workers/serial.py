@@ -64,7 +64,7 @@ class SerialWorkers(WorkerGroup):
         self._requested = Marks.of(arrays).requested
         slices = ((0, spec.num_envs),)
         end = parent_end(self._dispatch, Marks.of(arrays), slices=slices, channels=(), spin_ns=0)
-        self._open_engine = partial(open_engine, end, spec, arrays, slices=slices)
+        self._open_engine = partial(open_engine, end, spec, arrays)
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
         with self._typed(), EnvErrorContext(0, "constructor"):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)

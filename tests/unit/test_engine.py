@@ -71,7 +71,7 @@ class Threads:
         return self._arrays
 
     def open_engine(self, config):
-        return base.open_engine(self._end, self._spec, self._arrays, slices=self._slices, config=config)
+        return base.open_engine(self._end, self._spec, self._arrays, config=config)
 
     def wait(self, slots, count, limits):
         while not self._end.wait(slots, count, DEATH_CHECK_INTERVAL):

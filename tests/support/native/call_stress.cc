@@ -89,7 +89,7 @@ struct Request {
 struct Setup {
   Words words{kSlots, kWorkers};
   Board board = words.board(20'000, 0);
-  Parent parent = {board, nullptr, 0, 0, {0}, {0}, {0}};
+  Parent parent = {board, nullptr, nullptr, 0, 0, {0}, {0}, {0}};
   Buffer action{kU32, {kSlots}}, nothing{kF32, {kSlots, 0}}, small{kU32, {kSlots}}, big{kU32, {kSlots, kBig}};
   std::vector<uint8_t> nonzero = std::vector<uint8_t>(kSlots), in_flight = nonzero, needs_reset = nonzero;
   std::vector<uint32_t> generation = std::vector<uint32_t>(kSlots);
@@ -107,7 +107,7 @@ struct Setup {
     plan.wait_ns = 100'000;
     plan.step_ns = 5'000'000'000;
     plan.parent = &parent;
-    plan.stops = stops.data();
+    parent.stops = stops.data();
     plan.generation = generation.data();
     plan.actions = {action.array(), nothing.array()};
     plan.results = {small.array(), big.array(nonzero.data()), nothing.array()};

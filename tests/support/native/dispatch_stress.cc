@@ -50,28 +50,25 @@ void work(Board board, uint32_t index, std::vector<uint32_t>& rows, const uint32
 }
 
 // Some of the parent's threads: each sends slots of its own and waits for them, some at a time.
-void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, uint32_t num_workers,
-         std::vector<uint32_t>& rows, const Words& words, uint32_t rounds) {
+void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, std::vector<uint32_t>& rows,
+         const Words& words, uint32_t rounds) {
   std::mt19937 random{uint32_t(mine[0])};
   std::vector<uint32_t> expected(rows.size());
   for (uint32_t round = 0; round < rounds; ++round) {
-    std::vector<int64_t> sent;
-    for (uint32_t w = 0; w < num_workers; ++w) {
-      std::vector<int64_t> slots[std::size(kAll)];
-      const int64_t first = first_slot(parent.board, w), stop = first_slot(parent.board, w + 1);
-      for (const int64_t slot : mine) {
-        const uint32_t which = random() % (std::size(kAll) + 1);
-        if (slot < first || slot >= stop || which == std::size(kAll)) continue;
-        slots[which].push_back(slot);
-        rows[slot] += 7;
-        expected[slot] += 7 + part_of(kAll[which]);
-      }
+    std::vector<int64_t> sent, slots[std::size(kAll)];
+    std::shuffle(mine.begin(), mine.end(), random);  // so that workers alternate
+    for (const int64_t slot : mine) {
+      const uint32_t which = random() % (std::size(kAll) + 1);
+      if (which == std::size(kAll)) continue;
+      slots[which].push_back(slot);
+      rows[slot] += 7;
+      expected[slot] += 7 + part_of(kAll[which]);
+    }
+    for (size_t which = 0; which < std::size(kAll); ++which) {
       const std::lock_guard lock(sending);
-      for (size_t which = 0; which < std::size(kAll); ++which) {
-        const uint32_t count = uint32_t(slots[which].size());
-        if (count > 0) send(parent, w, kAll[which], slots[which].data(), count);
-        sent.insert(sent.end(), slots[which].begin(), slots[which].end());
-      }
+      const uint32_t count = uint32_t(slots[which].size());
+      if (count > 0) send(parent, kAll[which], slots[which].data(), count);
+      sent.insert(sent.end(), slots[which].begin(), slots[which].end());
     }
     while (!sent.empty()) {  // in batches, as a first-ready pool would
       const uint32_t batch = 1 + random() % uint32_t(sent.size());
@@ -102,13 +99,15 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   for (uint32_t w = 0; w < num_workers; ++w) {
     threads.emplace_back(work, board, w, std::ref(rows), std::cref(stop));
   }
-  Parent parent = {board, nullptr, 0, 0, {0}, {0}, {0}};
+  std::vector<int64_t> stops(num_workers);
+  for (uint32_t w = 0; w < num_workers; ++w) stops[w] = first_slot(board, w + 1);
+  Parent parent = {board, stops.data(), nullptr, 0, 0, {0}, {0}, {0}};
   std::mutex sending;
   for (uint32_t o = 0; o < num_owners; ++o) {
     std::vector<int64_t> mine;
     for (uint32_t slot = o; slot < num_slots; slot += num_owners) mine.push_back(slot);
-    owners.emplace_back(own, std::ref(parent), std::ref(sending), mine, num_workers, std::ref(rows),
-                        std::cref(words), rounds);
+    owners.emplace_back(own, std::ref(parent), std::ref(sending), mine, std::ref(rows), std::cref(words),
+                        rounds);
   }
   for (std::thread& owner : owners) owner.join();
   stop = kStop;

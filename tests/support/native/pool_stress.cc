@@ -172,9 +172,7 @@ void run_host(Shared& shared, uint32_t steps) {
       shared.rows.action[slot] = step;
       ++shared.generation[slot];
     }
-    for (uint32_t worker = 0; worker < kWorkers; ++worker) {
-      send(shared.parent, worker, kStep, &slots[2 * worker], 2);
-    }
+    send(shared.parent, kStep, slots.data(), kSlots);
     end_step(shared, slots);
     shared.steps += kSlots;
     check(shared.rows.result[5] == 2 * step, "an answer to another step");
@@ -211,7 +209,7 @@ void run_caller(Shared& shared, int64_t first) {
 struct Setup {
   Words words{kSlots, kWorkers};
   Board board = words.board(20'000, 0);
-  Shared shared{{board, nullptr, 0, 0, {0}, {0}, {0}},
+  Shared shared{{board, nullptr, nullptr, 0, 0, {0}, {0}, {0}},
                 {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)},
                 std::vector<uint32_t>(kSlots),
                 std::vector<std::atomic<uint32_t>>(kSlots),
@@ -231,7 +229,7 @@ struct Setup {
     plan.wait_ns = wait_ns;
     plan.step_ns = 5'000'000'000;
     plan.parent = &shared.parent;
-    plan.stops = stops.data();
+    shared.parent.stops = stops.data();
     plan.generation = shared.generation.data();
     plan.actions = {{shared.rows.action.data(), dims.data(), 1, kU32, nullptr}};
     plan.results = {{shared.rows.result.data(), dims.data(), 1, kU32, nullptr}};
