@@ -433,7 +433,8 @@ class EnvSlice(Slice):
     def _count_steps(self, place: int) -> None:
         """Counts the steps before `place`, and the time since the last count without the time of resets."""
         counted, started, in_resets = self._counted
-        self._counted = place, now, resets = place, monotonic_ns(), self._stats[_stats.RESET_NS]
+        now, resets = monotonic_ns(), self._stats[_stats.RESET_NS]
+        self._counted = place, now, resets
         self._stats[_stats.STEPS] += place - counted
         self._stats[_stats.STEP_NS] += now - started - (resets - in_resets)
 
