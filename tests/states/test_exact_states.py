@@ -550,7 +550,7 @@ def test_graphs_are_exact_or_refused(name, how):
 
 def copied(state):
     """Returns the state as another process gets it."""
-    (packed,) = pack([SlotState(0, state, (0, 0, 0), 0, None, None, {}, False, {})])
+    (packed,) = pack([SlotState(0, state, (0, 0, 0), (0, None, None), {}, False, {})])
     return unpack(packed).env
 
 

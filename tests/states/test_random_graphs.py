@@ -136,7 +136,7 @@ class Player:
 
 def copied(state):
     """Returns the state as another process gets it."""
-    (packed,) = pack([SlotState(0, state, (0, 0, 0), 0, None, None, {}, False, {})])
+    (packed,) = pack([SlotState(0, state, (0, 0, 0), (0, None, None), {}, False, {})])
     return unpack(packed).env
 
 
