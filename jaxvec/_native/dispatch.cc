@@ -44,7 +44,7 @@ struct SchedAttr {
 };
 
 // Requests short slices once per thread, before its first sleep. Returns whether they are granted.
-bool has_short_slices() {
+bool ask_for_short_slices() {
   thread_local const bool granted = request_short_slices() == nullptr;
   return granted;
 }
@@ -320,7 +320,7 @@ void notify_worker(Board& board, uint32_t worker) {
 }
 
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns) {
-  has_short_slices();
+  ask_for_short_slices();
   Board& board = parent.board;
   const int64_t deadline = now_ns() + timeout_ns;
   const Waiter waiter(parent);
@@ -377,7 +377,7 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
     }
     while (doorbell.word.load(std::memory_order_seq_cst) == seen && spin.again()) {
     }
-    if (has_short_slices()) ticker.tick_until(Spin::busy_until());
+    if (ask_for_short_slices()) ticker.tick_until(Spin::busy_until());
     board.asleep[worker.index].extra.store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     if (doorbell.word.load(std::memory_order_seq_cst) == seen) futex_wait(doorbell, seen, nullptr);
