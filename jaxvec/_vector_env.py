@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -85,10 +84,8 @@ class VectorEnv:
         self.num_workers: int = len(slices)
         self.single_observation_space: Space[Any] = spaces.observation
         self.single_action_space: Space[Any] = spaces.action
-        # Copies, because `batch_space` gives its argument random generators, and it may be an env's own.
-        obs_space, action_space = deepcopy((spaces.observation, spaces.action))
-        self.observation_space: Space[Any] = batch_space(obs_space, self.num_envs)
-        self.action_space: Space[Any] = batch_space(action_space, self.num_envs)
+        self.observation_space: Space[Any] = batch_space(spaces.observation, self.num_envs)
+        self.action_space: Space[Any] = batch_space(spaces.action, self.num_envs)
         self.reward_space: Space[Any] | None = spaces.reward
         self.autoreset_mode: AutoresetMode = pool.spec.autoreset.as_gymnasium
         self.metadata: dict[str, Any] = {**description.metadata, "autoreset_mode": self.autoreset_mode}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,9 +50,9 @@ class SerialWorkers(WorkerGroup):
         try:
             with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
-                self.description = describe(
-                    self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
-                )
+                found = describe(self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces)
+                # Samples and `batch_space` give spaces random generators, which envs would have as states.
+                self.description = replace(found, spaces=deepcopy(found.spaces))
             if self.description.mismatch is not None:
                 raise SpaceMismatchError(self.description.mismatch)
         except BaseException:

@@ -209,6 +209,7 @@ def test_threads_of_xla_keep_their_python_state(make):
 def test_batched_spaces_leave_the_spaces_of_the_env_unchanged(make):
     envs = make("CartPole-v1", 2, backend="serial")
     envs.action_space.seed(3)
+    envs.single_action_space.seed(3)
     assert envs.action_space.shape == (2,)
     has_generators = envs.map(
         lambda env: [space._np_random is not None for space in (env.observation_space, env.action_space)]
