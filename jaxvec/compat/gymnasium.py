@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import gymnasium
 import numpy as np
@@ -46,17 +46,20 @@ from jaxvec._vector_env import pool_of
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]
 
 
-@contextmanager
-def as_gymnasium(name: str) -> Generator[None]:
+class _AsGymnasium(NamedTuple):
     """Raises an env's own exception, as Gymnasium does. `name` is the name of the vector env's class."""
-    try:
-        yield
-    except PoolClosedError as error:
-        raise ClosedEnvironmentError(f"Trying to operate on `{name}`, after a call to `close()`.") from error
-    except EnvDataError:
-        raise  # jaxvec found wrong data, so there is no exception of the env
-    except EnvError as error:
-        raise_original(error)
+
+    name: str
+
+    def __enter__(self) -> None: ...  # a generator would turn `StopIteration` into `RuntimeError`
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, PoolClosedError):
+            text = f"Trying to operate on `{self.name}`, after a call to `close()`."
+            raise ClosedEnvironmentError(text) from error
+        # For `EnvDataError`, jaxvec found wrong data, so there is no exception of the env.
+        if isinstance(error, EnvError) and not isinstance(error, EnvDataError):
+            raise_original(error)
 
 
 def raise_original(error: EnvError) -> NoReturn:
@@ -179,7 +182,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each env, or reads an attribute. Returns one result per env."""
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             return self._call(name, args, kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -193,7 +196,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
                 "Values must be a list or tuple with length equal to the number of environments. Got "
                 f"`{len(values)}` values for {self.num_envs} environments."  # pyright: ignore[reportUnknownArgumentType]
             )
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             self.pool.set_attr(name, values)
 
     def render(self) -> tuple[Any, ...]:
@@ -507,7 +510,7 @@ class AsyncVectorEnv(PooledVectorEnv):
             AlreadyPendingCallError: another call is pending.
         """
         self._check_can_start("reset_async")
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             self._mask = self._send_reset(seed, options)
         self._state = AsyncState.WAITING_RESET
 
@@ -524,7 +527,7 @@ class AsyncVectorEnv(PooledVectorEnv):
                 `on_fault="restart"`.
         """
         self._check_pending(AsyncState.WAITING_RESET)
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             return self._after_reset(self._receive(timeout), self._mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -538,13 +541,13 @@ class AsyncVectorEnv(PooledVectorEnv):
             bool. For errors see `reset_async` and `reset_wait`.
         """
         self._check_can_start("step_async")
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             return self._after_step(self._step(actions))
 
     def step_async(self, actions: Any) -> None:
         """Starts a step with a batch of the batched action space. Raises the errors of `reset_async`."""
         self._check_can_start("step_async")
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             pool = pool_of(self.pool)
             batch, as_objects = self._check_actions(actions)
             pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_objects=as_objects)
@@ -553,7 +556,7 @@ class AsyncVectorEnv(PooledVectorEnv):
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Waits up to `timeout` seconds for a pending step; see `step` and, for errors, `reset_wait`."""
         self._check_pending(AsyncState.WAITING_STEP)
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             return self._after_step(self._receive(timeout))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -573,7 +576,7 @@ class AsyncVectorEnv(PooledVectorEnv):
         if not wait([self._calls], timeout).done:
             raise self._timeout_error(timeout)
         self._state = AsyncState.DEFAULT
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             return self._calls.result()
 
     def set_attr(self, name: str, values: Any) -> None:
@@ -672,13 +675,13 @@ class SyncVectorEnv(PooledVectorEnv):
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets all envs, or the envs of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             mask = self._send_reset(seed, options)
             return self._after_reset(self._recv(), mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Steps all envs; see `AsyncVectorEnv.step`."""
-        with as_gymnasium(type(self).__name__):
+        with _AsGymnasium(type(self).__name__):
             return self._after_step(self._step(actions))
 
 

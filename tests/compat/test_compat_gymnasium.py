@@ -269,10 +269,11 @@ def test_infos_of_equal_types_are_batched_as_gymnasium_does(data):
 # --- Errors ------------------------------------------------------------------------------------
 
 
-def test_an_envs_own_exception_is_raised(face):
+@pytest.mark.parametrize("error", [KeyError, StopIteration])
+def test_an_envs_own_exception_is_raised(face, error):
     class Failing(CountingEnv):
         def step(self, action):
-            raise KeyError("my own")
+            raise error("my own")
 
     envs = face([Failing] * 2)
     envs.reset()
@@ -281,7 +282,7 @@ def test_an_envs_own_exception_is_raised(face):
         if isinstance(envs, AsyncVectorEnv)
         else nullcontext()
     ):
-        with pytest.raises(KeyError, match="my own") as raised:
+        with pytest.raises(error, match="my own") as raised:
             envs.step([0, 0])
     assert isinstance(raised.value.__cause__, jaxvec.EnvError)
 
