@@ -279,9 +279,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         if spec.has_fault:
             for env_id in np.flatnonzero(info["fault"]).tolist():
                 infos[env_id] = {"fault": True, **infos[env_id]}
-        scalars = (reward, terminated, truncated)
-        if not self.copy:  # `copy=False` concerns observations only
-            scalars = tuple(array.copy() for array in scalars)
+        # `copy=False` concerns the returned observations only.
+        scalars = [part if self.copy else part.copy() for part in (reward, terminated, truncated)]
         return self._observations(obs), *scalars, self._batch(infos, info)
 
     def _infos(self) -> list[dict[str, Any]]:
@@ -352,7 +351,9 @@ def start_pool(
 def _row(node: Node, value: Any, index: int) -> Any:
     # Integers become Python's, because most envs return them as observations of `Discrete` spaces.
     def pick(leaf: Leaf, part: Any) -> Any:
-        return int(part[index]) if leaf.shape == () and leaf.dtype.kind in "iu" else part[index]
+        if leaf.is_object:
+            return part[index]
+        return int(part[index]) if leaf.shape == () and leaf.dtype.kind in "iu" else part[index].copy()
 
     return map_leaves(node, value, pick)
 

@@ -232,6 +232,15 @@ def test_a_final_observation_survives_an_env_that_reuses_its_memory(face):
     assert obs[:, 3].tolist() == [-1, -1]
 
 
+def test_final_observations_survive_later_steps(face):
+    # `copy=False` concerns the returned observations only.
+    envs = face([partial(CountingEnv, 1)] * 2, autoreset_mode="SameStep")
+    envs.reset()
+    finals = [obs for actions in ([5, 6], [7, 8]) for obs in envs.step(actions)[4]["final_obs"]]
+    assert [final[3] for final in finals] == [5, 6, 7, 8]
+    assert all(final.flags.writeable for final in finals)
+
+
 def test_a_reward_of_shape_1_is_a_number(face):
     class Shaped(CountingEnv):
         def step(self, action):
