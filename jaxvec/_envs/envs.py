@@ -200,6 +200,9 @@ def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:
             f"reward: expected shape {shape}, got {value.shape}; declare the shape of the env's "
             "rewards in an attribute reward_space, a Box"
         )
+    if value.dtype.kind == "O" and shape == ():
+        with suppress(TypeError, OverflowError):
+            return float(value)  # Gymnasium accepts any object with `__float__`
     if value.dtype.kind not in "biuf":
         raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}")
     return float(value) if shape == () else value.astype(np.float64)

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 from contextlib import closing, nullcontext
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 
 import gymnasium
@@ -250,6 +252,18 @@ def test_a_reward_of_shape_1_is_a_number(face):
     envs = face([Shaped] * 2)
     envs.reset()
     assert envs.step([0, 0])[1].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("reward", [Fraction(1, 4), Decimal("0.25"), 2**70])
+def test_a_reward_is_any_object_with_float(face, reward):
+    class Exact(CountingEnv):
+        def step(self, action):
+            obs, _, *others = super().step(action)
+            return obs, reward, *others
+
+    envs = face([Exact] * 2)
+    envs.reset()
+    assert envs.step([0, 0])[1].tolist() == [float(reward)] * 2
 
 
 def test_a_number_keeps_its_fraction_whoever_comes_first():
