@@ -24,7 +24,7 @@ from gymnasium.envs.registration import (
     load_env_creator,
     parse_env_id,
 )
-from gymnasium.spaces import Box, Tuple
+from gymnasium.spaces import Box, Space, Tuple
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
@@ -262,22 +262,23 @@ def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:
         obs, action = (_read(env, env_id, f"single_{name}_space") for name in ("observation", "action"))
         return EnvSpaces(obs, action, None)
     obs, action = (_read(env, env_id, f"{name}_space") for name in ("observation", "action"))
-    reward = _optional(env, env_id, "reward_space")  # MO-Gymnasium's convention
+    reward = _optional(env, env_id, "reward_space", Space)  # MO-Gymnasium's convention
     if reward is None and isinstance(obs, Tuple) and isinstance(action, Tuple):
         # RWARE and Level-Based Foraging have `n_agents`, and return a list with a reward for each.
-        agents = _optional(env, env_id, "n_agents")
+        agents = _optional(env, env_id, "n_agents", object)
         if len(obs) == len(action) == agents:
             reward = Box(-np.inf, np.inf, (len(obs),), np.float64)
     return EnvSpaces(obs, action, reward)
 
 
-def _optional(env: Env, env_id: int, name: str) -> Any:
-    """Returns an attribute of an env or of a wrapper, or None."""
+def _optional(env: Env, env_id: int, name: str, kind: type) -> Any:
+    """Returns an attribute of an env or of a wrapper, or None if there is none of that type."""
     try:
         with AttributeErrorContext(env_id, name):
-            return env.get_wrapper_attr(name)
+            value = env.get_wrapper_attr(name)
     except AttributeFailure:
         return None
+    return value if isinstance(value, kind) else None
 
 
 def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:

@@ -447,6 +447,19 @@ def test_a_shared_reward_of_agents_is_declared(make):
     assert envs.step((np.ones(2, int), np.ones(2, int))).reward.tolist() == [2, 2]
 
 
+def test_a_reward_space_that_is_no_space_is_ignored(make, backend):
+    class Proxy(CountingEnv):
+        """Forwards unknown attributes to a server, say, so that each name is a function."""
+
+        def __getattr__(self, name):
+            return lambda *args: name
+
+    envs = make(Proxy, 2, backend=backend)
+    envs.reset()
+    assert envs.step([0, 0]).reward.tolist() == [1, 1]
+    assert envs.call("answer") == ("answer", "answer")
+
+
 def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
     source = """
     import jax, jaxvec, numpy as np
