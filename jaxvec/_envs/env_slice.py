@@ -71,6 +71,13 @@ from jaxvec._tracing import Recorder, span
 _EMPTY: dict[Any, Any] = {}  # shared by states, which never change
 
 
+def _copied(value: Any) -> Any:
+    """Copies the dicts and arrays of an info."""
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 class EnvSlice(Slice):
     """Neighbouring envs of a pool that are stepped one after the other.
 
@@ -401,7 +408,7 @@ class EnvSlice(Slice):
             self._rows.final.clear(index)
             return obs, info
         # Write before the reset: an env may reuse its observation's and its info's memory.
-        self._final_infos[index] = dict(info)
+        self._final_infos[index] = _copied(dict(info))
         self._rows.final.write(index, obs, self._final_infos[index])
         return self._reset_in_step(index)
 

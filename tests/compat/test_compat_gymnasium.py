@@ -234,6 +234,30 @@ def test_a_final_observation_survives_an_env_that_reuses_its_memory(face):
     assert obs[:, 3].tolist() == [-1, -1]
 
 
+def test_a_final_info_survives_an_env_that_reuses_its_memory(face):
+    class Reusing(CountingEnv):
+        def __init__(self):
+            super().__init__(2)
+            self._memory = np.zeros(2, int)
+            self._info = {"last": self._memory, "nested": {"last": self._memory}}
+
+        def reset(self, **kwargs):
+            self._memory[:] = -1
+            return super().reset(**kwargs)[0], self._info
+
+        def step(self, action):
+            self._memory[:] = action
+            return *super().step(action)[:4], self._info
+
+    envs = face([Reusing] * 2, autoreset_mode="SameStep")
+    envs.reset()
+    envs.step([0, 0])
+    info = envs.step([5, 6])[4]
+    for final in (info["final_info"], info["final_info"]["nested"]):
+        assert final["last"].tolist() == [[5, 5], [6, 6]]
+    assert info["last"].tolist() == [[-1, -1]] * 2
+
+
 def test_final_observations_survive_later_steps(face):
     # `copy=False` concerns the returned observations only.
     envs = face([partial(CountingEnv, 1)] * 2, autoreset_mode="SameStep")
