@@ -96,16 +96,20 @@ def resolve(
         if size is not None:
             raise TypeError("envs_per_instance goes with a callable that makes a gymnasium.vector.VectorEnv")
         # Resolve the id here, because it may be registered in this process only.
-        spec = find_spec(env) if isinstance(env, str) else env
-        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
-            # Load it, because a worker's `__main__` is another module.
-            spec = dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
+        spec = load_from_main(find_spec(env) if isinstance(env, str) else env)
         return [partial(gymnasium.make, spec, **{**env_kwargs, **config}) for config in each]
     env_fns = list(cast("Sequence[Any]", env)) if _is_list(env) else [env] * len(places)
     return [
         _bind(env_fn, index, worker, {**env_kwargs, **config})
         for env_fn, (index, worker), config in zip(env_fns, places, each, strict=True)
     ]
+
+
+def load_from_main(spec: EnvSpec) -> EnvSpec:
+    """Loads an entry point `"__main__:name"`, because a worker's `__main__` is another module."""
+    if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
+        return dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
+    return spec
 
 
 def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:

@@ -30,6 +30,7 @@ from jaxvec import _start, _vector_env
 from jaxvec._arguments import check_on_host, expand_seeds
 from jaxvec._config import AutoresetName, PoolConfig, Timeouts, Workers
 from jaxvec._dispatch.move import Caller, Verb
+from jaxvec._envs.constructors import load_from_main
 from jaxvec._errors import (
     ActionError,
     EnvDataError,
@@ -718,7 +719,7 @@ def vector_entry_point(
         # Without `vector_entry_point`, which may be the returned function itself. With a copy of `kwargs`,
         # because `make_vec` adds entries to those of the registered spec.
         spec = dataclasses.replace(entry_point, vector_entry_point=None, kwargs={**entry_point.kwargs})
-        return partial(_make_vec, partial(gymnasium.make, spec), options)
+        return partial(_make_vec, partial(gymnasium.make, load_from_main(spec)), options)
     return partial(_make_vec, partial(_make, entry_point), options)
 
 

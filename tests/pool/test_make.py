@@ -107,6 +107,10 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
             import gymnasium
             gymnasium.register("Mine-v0", entry_point="__main__:Mine", order_enforce=False)
             assert jaxvec.make("Mine-v0", 1).call("answer") == (42,)
+            from jaxvec.compat.gymnasium import vector_entry_point
+            spec = gymnasium.spec("Mine-v0")
+            spec.vector_entry_point = vector_entry_point(spec)
+            assert gymnasium.make_vec("Mine-v0", 1).call("answer") == (42,)
             envs = jaxvec.make(Mine, 2)
             handle, _ = jaxvec.reset(envs, seed=0)
             handle, timestep = jax.jit(jaxvec.step)(handle, jax.numpy.array([3, 4]))
