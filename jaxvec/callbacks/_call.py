@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import chex
 import cloudpickle
 import jax
 import jax.numpy as jnp
@@ -439,13 +438,11 @@ def _check_batch(node: Node, batch: Any, num_envs: int, *, one_for_all: bool = F
         shape = (num_envs, *leaf.shape)
         if one_for_all and array.shape == leaf.shape:
             array = jnp.broadcast_to(array, shape)
-        try:
-            chex.assert_shape(array, shape)
-        except AssertionError:
+        if array.shape != shape:
             raise ActionError(
                 f"{leaf}: got shape {array.shape}, expected {shape}, env axis first; under vmap and "
                 "shard_map, split the handle like the action"
-            ) from None
+            )
         if not castable(array.dtype, leaf):
             hint = f"cast it with .astype(jnp.{leaf.stored})"
             raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")

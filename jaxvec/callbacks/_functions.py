@@ -6,7 +6,8 @@ them work while a program is traced and also eagerly.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,15 @@ from jaxvec.callbacks._call import (
     seed_words,
 )
 
+if TYPE_CHECKING:
+    import chex  # only for types: its import fails where no folder for temporary files is writable
+
 
 def reset(
     envs: VectorEnv | Handle,
     *,
     num_envs: int | None = None,
-    seed: Any = None,
+    seed: int | Sequence[int] | chex.Array | chex.PRNGKey | None = None,
     mask: Any = None,
     options: Any = None,
 ) -> tuple[Handle, TimeStep]:

@@ -134,6 +134,23 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
     assert (done.stdout, done.stderr) == ("main runs\n(42, 42) [3 4]\n", "")
 
 
+def test_no_folder_for_temporary_files_is_needed():
+    run_quietly(
+        """
+        import tempfile
+        def refuse():
+            raise FileNotFoundError("the file system is read-only")
+        tempfile.gettempdir = refuse
+        import jax, jaxvec
+        from jaxvec.testing import CountingEnv
+
+        with jaxvec.make(CountingEnv, 2, states=1) as envs:
+            handle, _ = jaxvec.reset(envs, seed=0)
+            jax.jit(jaxvec.step)(handle, jax.numpy.array([3, 4]))
+        """
+    )
+
+
 def test_workers_use_the_gymnasium_that_their_parent_uses(tmp_path):
     (tmp_path / "gymnasium").symlink_to(os.path.dirname(gymnasium.__file__))  # a checkout of it, say
     source = """

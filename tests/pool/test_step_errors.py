@@ -209,6 +209,15 @@ def test_a_wrong_action_is_an_action_error_and_steps_nothing(envs, name, jit):
         step(handle)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_wrong_shapes_are_refused_without_chex_asserts(envs, jit):
+    chex.disable_asserts()
+    try:
+        test_a_wrong_action_is_an_action_error_and_steps_nothing(envs, "too few envs", jit)
+    finally:
+        chex.enable_asserts()
+
+
 def change(**changes):
     return lambda action: {**action, **changes}
 
