@@ -198,3 +198,8 @@ class Pickler(cloudpickle.Pickler):
     """Pickles with cloudpickle, and keeps the names of source files."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, _CLOUDPICKLE_TABLE)
+
+    def dump(self, obj: Any) -> None:
+        if (script := sys.modules.get("__mp_main__")) is not None:  # others can't import it
+            cloudpickle.register_pickle_by_value(script)
+        super().dump(obj)

@@ -134,6 +134,47 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
     assert (done.stdout, done.stderr) == ("main runs\n(42, 42) [3 4]\n", "")
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_envs_of_the_script_in_a_multiprocessing_child(tmp_path, method):
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import multiprocessing, jaxvec
+            from concurrent.futures import ProcessPoolExecutor
+            from jaxvec.testing import CountingEnv
+
+            class Full(Exception):
+                pass
+
+            class Mine(CountingEnv):
+                def step(self, action):
+                    if action == 9:
+                        raise Full(action)
+                    return super().step(action)
+
+            def run():
+                with jaxvec.make(Mine, 2, states=4) as envs:
+                    envs.reset(seed=0)
+                    envs.restore(envs.unpack_states(envs.pack_states()))
+                    obs = envs.step([3, 4]).obs
+                    try:
+                        envs.step([3, 9])
+                    except jaxvec.EnvError as error:
+                        return obs[:, 3].tolist(), type(error.__cause__) is Full
+
+            if __name__ == "__main__":
+                with ProcessPoolExecutor(1, multiprocessing.get_context({method!r})) as executor:
+                    print(executor.submit(run).result())
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.stdout, done.stderr) == ("([3, 4], True)\n", "")
+
+
 def test_no_folder_for_temporary_files_is_needed():
     run_quietly(
         """
