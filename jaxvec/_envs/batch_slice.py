@@ -95,6 +95,7 @@ class BatchSlice(Slice):
                 options = {**(options or {}), "reset_mask": chosen}
             with self._error_context(which, "reset"):
                 result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
+            with self._error_context(which, "reset"):
                 obs, info = split_reset(result)
                 self._write(self._spec.obs, obs, rows)
             mine = reset - self.first
@@ -118,6 +119,7 @@ class BatchSlice(Slice):
                 actions = self._actions(self._spec.action, rows)
             with self._error_context(which, "step", actions):
                 result: Any = self._targets[which].step(actions)
+            with self._error_context(which, "step", actions):
                 if not isinstance(result, tuple) or len(result) != 5:
                     raise wrong_step(result)
                 obs, reward, terminated, truncated, info = result

@@ -241,9 +241,9 @@ class EnvSlice(Slice):
         try:
             self._step_slots(indices, actions, after)
         except BaseException as error:
+            if forked:  # the worker may be at another env by now
+                end_forks(" or ".join(map(str, slots)), "step")
             slot = self._running[0] - 1
-            if forked:
-                end_forks(slot, "step")
             place = indices.index(slot - self.first)
             self._count_steps(place)
             if isinstance(error, EnvFailure):  # a reset has failed, so no step is lost

@@ -53,6 +53,8 @@ class EnvErrorContext:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if forked:
+            end_forks(*self._arguments[:2])
         if error is not None and not isinstance(error, EnvFailure):
             raise EnvFailure(*self._arguments) from error
 
@@ -61,7 +63,7 @@ class AttributeErrorContext(EnvErrorContext):
     """An `EnvErrorContext` for attributes, which turns `AttributeError` into `AttributeFailure`."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, AttributeError):
+        if isinstance(error, AttributeError) and not forked:
             raise AttributeFailure(*self._arguments) from error
         super().__exit__(kind, error, trace)
 
@@ -93,13 +95,14 @@ def build_env(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> 
     for number, env_fn in enumerate(env_fns):
         env_id = first + number * (size or 1)
         try:
-            env = env_fn()
-            _check_kind(env, size)
+            with EnvErrorContext(env_id, "constructor"):
+                env = env_fn()
+                _check_kind(env, size)
             envs.append(env)
-        except BaseException as error:
+        except BaseException:
             with suppress(EnvFailure):
                 close_envs(envs, first, size)
-            raise EnvFailure(env_id, "constructor") from error
+            raise
     return envs
 
 
@@ -139,11 +142,10 @@ def close_envs(
     for number, env in enumerate(envs):
         env_id = first + number * (size or 1)
         try:
-            env.close()
-        except BaseException as error:
-            if failure is None:
-                failure = EnvFailure(env_id, "close")
-                failure.__cause__ = error
+            with EnvErrorContext(env_id, "close"):
+                env.close()
+        except EnvFailure as error:
+            failure = failure or error
         report(range(env_id, env_id + (size or 1)))
     if failure is not None:
         raise failure
@@ -214,7 +216,7 @@ def _outline(result: Any) -> str:
 
 # --- Forks of a worker -----------------------------------------------------------------------------------
 # If an env forks and the child returns from the env's code, the child is ended: it would write into the
-# segment, too.
+# segment and answer requests, too. `EnvErrorContext` does so after all code but single steps and resets.
 
 forked: list[int] = []  # not empty in a fork of a worker; the compiled loop reads it, too
 
@@ -224,7 +226,7 @@ def watch_forks() -> None:
     os.register_at_fork(after_in_child=lambda: forked.append(os.getpid()))
 
 
-def end_forks(env_id: int, operation: str) -> NoReturn:
+def end_forks(env_id: object, operation: str) -> NoReturn:
     """Ends this process, which is a fork of a worker, with a message on stderr."""
     text = (
         f"jaxvec.EnvError: env {env_id} has forked in {operation}, and the new process {os.getpid()} "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -301,3 +303,60 @@ def test_a_fork_that_comes_back_from_a_step_is_ended(make, capfd):
     envs.close()
     said = capfd.readouterr().err
     assert said.count("jaxvec.EnvError: env 1 has forked in step, and the new process") == 3
+
+
+class ForkingEverywhere(CountingEnv):
+    """Forks where it is told to, by `place`. Its children go on when the FIFO `release` is opened."""
+
+    def __init__(self, place, release):
+        super().__init__()
+        self.place, self.release = place, release
+        self.children = []
+        self.fork("constructor")
+
+    def fork(self, place):
+        if place != self.place:
+            return
+        self.children.append(os.fork())
+        if not self.children[-1]:
+            os.open(self.release, os.O_RDONLY)
+            if place.endswith("raises"):
+                sys.exit(0)
+
+    def reset(self, **kwargs):
+        self.fork("reset raises")
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.fork("step raises")
+        return super().step(action)
+
+    def forks(self, number):
+        self.fork("call")
+        self.fork("call raises")
+        return number
+
+
+@pytest.mark.parametrize("place", ["constructor", "reset raises", "step raises", "call", "call raises"])
+def test_forks_that_come_back_from_other_code_are_ended(make, capfd, tmp_path, place):
+    """Otherwise the child would answer requests of the pool, and a call could get the answer of another."""
+    release = tmp_path / "release"
+    os.mkfifo(release)
+    fns = [partial(ForkingEverywhere, place if env_id == 1 else "", str(release)) for env_id in range(3)]
+    envs = make(fns, num_workers=1)
+    envs.reset(seed=0)
+    for number in range(3):
+        assert envs.call("forks", number) == (number,) * 3
+        assert envs.step([7, 7, 7]).obs[:, 1].tolist() == [number + 1] * 3
+    children = [psutil.Process(pid) for pid in envs.get_attr("children")[1]]
+    writer = os.open(release, os.O_RDWR)
+    for child in children:
+        wait_until_dead(child)
+    os.close(writer)
+    assert envs.call("forks", 5) == (5,) * 3
+    assert envs.step([7, 7, 7]).obs[:, 1].tolist() == [4] * 3
+    envs.close()
+    where = {"call": "forks"}.get(place.split()[0], place.split()[0])
+    env_id = "0 or 1 or 2" if where == "step" else "1"
+    said = capfd.readouterr().err
+    assert said.count(f"env {env_id} has forked in {where}, and the new process") >= len(children) > 0
