@@ -216,8 +216,11 @@ def write(
         name = f"env{slot}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns()}"
         path = folder / f"{name}{_SUFFIX}"
         partial = path.with_suffix(".partial")
-        partial.write_bytes(dumps(record))
-        partial.replace(path)
+        try:
+            partial.write_bytes(dumps(record))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except Exception as error:
         _logger.warning("no record of env %d was written to %s: %s", slot, folder, error)
         return ""

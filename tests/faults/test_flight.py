@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -216,3 +217,16 @@ def test_directory_that_cannot_be_written_is_no_fault(make, tmp_path):
     _, timestep = run(make, tmp_path / "file" / "sub", KILL)
     assert timestep.info["fault"].tolist()[-1]
     assert _main.main(["replay", str(tmp_path / "nothing")]) == 2
+
+
+def test_record_that_does_not_fit_on_the_disk_leaves_no_file(make, tmp_path):
+    class Filling(CountingEnv):
+        def step(self, action):
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+            raise ValueError("lost")
+
+    envs = make(Filling, 1, record_faults=tmp_path, on_fault="restart")
+    envs.reset(seed=0)
+    assert envs.step([1]).info["fault"].all()
+    assert list(tmp_path.iterdir()) == []
