@@ -857,7 +857,7 @@ class Supervisor:
                 host.wait(min(time_left(deadline), _KILL_TIMEOUT))
         for worker in sorted(still_open) if timeout and tell else ():
             late = sorted(unclosed[worker])
-            name = f"{name_envs(late)} (worker {worker})" if late else f"spare envs of worker {worker}"
+            name = f"{name_envs(late) if late else 'spare envs, threads, atexit functions'} (worker {worker})"
             _logger.warning(
                 "close of %s was cut off after %s s; close(timeout=None) waits for it", name, timeout
             )

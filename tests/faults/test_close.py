@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import signal
 import threading
@@ -249,6 +250,23 @@ def test_envs_whose_close_takes_too_long_are_named(make, caplog, tmp_path, time_
     assert [record.getMessage() for record in caplog.records] == [text]
     with pytest.raises(ValueError, match="timeout must be at least 0 seconds, or None, not -1"):
         envs.close(timeout=-1)
+
+
+def test_a_worker_whose_exit_takes_too_long_is_named(make, caplog, tmp_path, time_flies):
+    class Lingering(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            atexit.register(self.linger)
+
+        def linger(self):
+            (tmp_path / "closing").touch()
+            threading.Event().wait()
+
+    envs = make(Lingering, 2, num_workers=1)
+    within(partial(envs.close, timeout=200))
+    what = "spare envs, threads, atexit functions (worker 0)"
+    text = f"close of {what} was cut off after 200 s; close(timeout=None) waits for it"
+    assert [record.getMessage() for record in caplog.records] == [text]
 
 
 @pytest.mark.parametrize("face", ["pool", "gymnasium"])
