@@ -7,6 +7,7 @@ layout, but is sparse: only the rows of the host's own workers take memory. `ser
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import queue
@@ -353,7 +354,10 @@ def serve_pool(
         try:
             connection = wire.dial(address, key, hello, context)
             break
-        except (ConnectionRefusedError, TimeoutError) as error:
+        except OSError as error:  # its name and its route may appear when its machine starts
+            missing = isinstance(error, (ConnectionRefusedError, TimeoutError, socket.gaierror))
+            if not missing and error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+                raise
             if time_left(deadline) <= 0:
                 host, port = address
                 raise ConnectionError(f"no pool can be reached at {host}:{port}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from support.disasters import DEATHS, FAILURES, PATIENCE, SleepingEnv, failing, 
 from support.elsewhere import assert_equal, play_in_order
 
 import jaxvec
+from jaxvec._remote import host as remote_host
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.timeout(300)
@@ -364,6 +366,33 @@ def test_a_pool_that_is_not_there_is_told(hosts):
         host = hosts.start("--connect", f"127.0.0.1:{refusing.getsockname()[1]}", "--wait", "0")
         assert host.wait(PATIENCE) == 1
     assert "no pool can be reached at 127.0.0.1" in host.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    ],
+    ids=str,
+)
+def test_a_host_waits_for_the_machine_of_the_pool(monkeypatch, error):
+    failures = iter([error, error, ConnectionError("the process at the other end does not know the key")])
+
+    def connect(address, timeout):
+        raise next(failures)
+
+    serve = partial(remote_host.serve_pool, ("learner", 7777), KEY, node="here")
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(remote_host, "_DIAL_INTERVAL", 0)
+    with pytest.raises(ConnectionError, match="does not know the key"):
+        serve(max_envs=None, wait=PATIENCE)
+    failures = iter([error])
+    with pytest.raises(ConnectionError, match=f"no pool can be reached at learner:7777: .*{error.args[1]}"):
+        serve(max_envs=None, wait=0)
 
 
 @pytest.mark.parametrize(
