@@ -150,6 +150,7 @@ class ThreadsError(RuntimeError):
 def main(lifeline: int, requests: int, program: int) -> None:
     """Serves until the program's end. Returns only in workers, at their end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program handles Ctrl-C
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the program ignores it, `waitpid` would fail
     # The server holds descriptors of all its workers. Each worker applies the program's own limits.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -286,6 +286,7 @@ def main(lifeline: int, control: int) -> None:
 def run_worker(channel: Channel) -> None:
     """Builds the envs and serves until the end of the control socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for the processes of envs, as in the fork server
     watch_forks()
     with suppress(EOFError):  # the parent closed the pool
         setup: Setup = channel.receive_message()

@@ -175,6 +175,29 @@ def test_envs_of_the_script_in_a_multiprocessing_child(tmp_path, method):
     assert (done.stdout, done.stderr) == ("([3, 4], True)\n", "")
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_program_that_ignores_sigchld(method):
+    """As daemons do, so that they need not reap their children."""
+    run_quietly(
+        f"""
+        import signal, subprocess
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        import jaxvec
+        from jaxvec.testing import CountingEnv
+
+        class Env(CountingEnv):
+            def code(self):
+                return subprocess.call(["false"])
+
+        for _ in range(2):
+            with jaxvec.make(Env, 2, states=2, workers=jaxvec.Workers(start_method={method!r})) as envs:
+                envs.reset(seed=0)
+                envs.save()
+                assert envs.call("code") == (1, 1)
+        """
+    )
+
+
 def test_no_folder_for_temporary_files_is_needed():
     run_quietly(
         """
