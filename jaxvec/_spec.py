@@ -641,6 +641,12 @@ class PoolSpec:
         return tuple(leaf for node in self.timestep for leaf in leaves(node))
 
     @cached_property
+    def statistics(self) -> frozenset[int]:
+        """Places in `timestep_leaves` of the statistics that jaxvec adds to the info."""
+        paths = {("info", name) for name in STATISTICS}
+        return frozenset(place for place, leaf in enumerate(self.timestep_leaves) if leaf.path in paths)
+
+    @cached_property
     def kept_leaves(self) -> tuple[Leaf, ...]:
         """Leaves that a time step with a fault repeats from the step before; workers keep copies of them."""
         if not self.has_fault:

@@ -472,7 +472,10 @@ class Pool:
     ) -> MoveResult:
         """Starts a step, a send or a recv; waits for other threads if it must. See `Engine.move`."""
         move, engine = active.move, self._engine
-        attempt = partial(engine.move, move, actions, env_ids, deliver=deliver, at_least=at_least)
+
+        def attempt() -> MoveResult:
+            return engine.move(move, actions, env_ids, deliver=deliver, at_least=at_least)
+
         try:
             result = attempt()
             if result.status not in (Status.DONE, Status.UNDER_WAY):

@@ -39,7 +39,7 @@ from jaxvec._errors import (
     PoolClosedError,
     SpaceMismatchError,
 )
-from jaxvec._memory.segment import Rows, copies, views
+from jaxvec._memory.segment import Copies, Rows, views
 from jaxvec._spec import Autoreset, Leaf, Node, as_is, fold_space, map_leaves, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
 from jaxvec._vector_env import pool_of
@@ -47,12 +47,13 @@ from jaxvec._vector_env import pool_of
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]
 
 
+# No generator: that would turn `StopIteration` into `RuntimeError`, and cost a microsecond of each step.
 class _AsGymnasium(NamedTuple):
     """Raises an env's own exception, as Gymnasium does. `name` is the name of the vector env's class."""
 
     name: str
 
-    def __enter__(self) -> None: ...  # a generator would turn `StopIteration` into `RuntimeError`
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, PoolClosedError):
@@ -84,6 +85,8 @@ def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Dicts are batched recursively. Other objects, and every `final_obs`, go into an array of objects. For each
     key, `_key` is a `[num_envs]` bool mask of the envs that have the key.
     """
+    if not any(infos):
+        return {}
     by_key: dict[str, dict[int, Any]] = {}
     for env_id, info in enumerate(infos):
         for key, value in info.items():
@@ -91,7 +94,8 @@ def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     batched: dict[str, Any] = {}
     for key, values in by_key.items():
         mask = np.zeros(len(infos), np.bool_)
-        mask[list(values)] = True
+        for env_id in values:  # faster than an array of indices
+            mask[env_id] = True
         batched[key] = _column(key, values, len(infos))
         batched[f"_{key}"] = mask
     return batched
@@ -101,14 +105,15 @@ def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
     is_final_obs = key == "final_obs"  # always an array of objects, as in Gymnasium
     if not is_final_obs and all(isinstance(value, dict) for value in values.values()):
         return batch([values.get(env_id, {}) for env_id in range(num_envs)])
-    shapes = {_shape(value) for value in values.values()}
+    shapes = {None} if is_final_obs else {_shape(value) for value in values.values()}
     dtype: np.dtype[Any] = np.dtype(object)
     shape: tuple[int, ...] | None = ()
-    if not is_final_obs and len(shapes) == 1 and None not in shapes:
+    if len(shapes) == 1 and None not in shapes:
         dtypes = {np.asarray(value).dtype for value in values.values()}  # object for an int beyond 64 bits
         with suppress(TypeError):  # the dtypes have no common one
             dtype, (shape,) = np.result_type(*dtypes), shapes
-    column = np.full((num_envs, *(shape or ())), None if dtype.kind == "O" else np.zeros((), dtype), dtype)
+    empty = np.empty if dtype.kind == "O" else np.zeros  # `None`s or zeros
+    column = empty((num_envs, *(shape or ())), dtype)
     for env_id, value in values.items():
         column[env_id] = value
     return column
@@ -147,12 +152,14 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         """Starts the pool. `options` are arguments of `jaxvec.make`."""
         super().__init__()
         _check_mode(observation_mode)
+        self._as_gymnasium = _AsGymnasium(type(self).__name__)
         self.env_fns = env_fns
         self.copy = copy
         self.observation_mode = observation_mode
         self._autoreset = parse_autoreset(autoreset_mode)
         self.autoreset_mode: AutoresetMode = self._autoreset.as_gymnasium
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
+        self._copies = Copies(unread=self.pool.spec.statistics)
         try:
             self.num_envs: int = self.pool.num_envs
             self.metadata: dict[str, Any] = self.pool.metadata
@@ -183,7 +190,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each env, or reads an attribute. Returns one result per env."""
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             return self._call(name, args, kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -197,7 +204,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
                 "Values must be a list or tuple with length equal to the number of environments. Got "
                 f"`{len(values)}` values for {self.num_envs} environments."  # pyright: ignore[reportUnknownArgumentType]
             )
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             self.pool.set_attr(name, values)
 
     def render(self) -> tuple[Any, ...]:
@@ -239,7 +246,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def _step(self, actions: Any) -> Rows:
         """Steps all envs in one pool operation, which is faster than a send and a receive."""
-        pool, deliver = pool_of(self.pool), copies if self.copy else views
+        pool, deliver = pool_of(self.pool), self._copies if self.copy else views
         batch, as_objects = self._check_actions(actions)
         if not as_objects:
             return pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=deliver)
@@ -258,7 +265,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             return each, True
 
     def _recv(self, timeout: float | None = None) -> Rows:
-        pool, deliver = pool_of(self.pool), copies if self.copy else views
+        pool, deliver = pool_of(self.pool), self._copies if self.copy else views
         move = pool.move_all(Verb.RECV, Caller.HOST)
         return pool.recv(move, deliver=deliver, timeout=timeout, wait_for_all=True)
 
@@ -274,11 +281,11 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         obs, reward, terminated, truncated, info = spec.build_timestep(rows)
         infos = self._infos()
         if spec.has_final_obs:
-            for env_id in np.flatnonzero(info["_final_obs"]).tolist():
+            for env_id in info["_final_obs"].nonzero()[0].tolist():
                 final_obs = _row(spec.info.child("final_obs"), info["final_obs"], env_id)
                 infos[env_id] = {"final_obs": final_obs, **infos[env_id]}
         if spec.has_fault:
-            for env_id in np.flatnonzero(info["fault"]).tolist():
+            for env_id in info["fault"].nonzero()[0].tolist():
                 infos[env_id] = {"fault": True, **infos[env_id]}
         # `copy=False` concerns the returned observations only.
         scalars = [part if self.copy else part.copy() for part in (reward, terminated, truncated)]
@@ -512,7 +519,7 @@ class AsyncVectorEnv(PooledVectorEnv):
             AlreadyPendingCallError: another call is pending.
         """
         self._check_can_start("reset_async")
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             self._mask = self._send_reset(seed, options)
         self._state = AsyncState.WAITING_RESET
 
@@ -529,7 +536,7 @@ class AsyncVectorEnv(PooledVectorEnv):
                 `on_fault="restart"`.
         """
         self._check_pending(AsyncState.WAITING_RESET)
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             return self._after_reset(self._receive(timeout), self._mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -543,13 +550,13 @@ class AsyncVectorEnv(PooledVectorEnv):
             bool. For errors see `reset_async` and `reset_wait`.
         """
         self._check_can_start("step_async")
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             return self._after_step(self._step(actions))
 
     def step_async(self, actions: Any) -> None:
         """Starts a step with a batch of the batched action space. Raises the errors of `reset_async`."""
         self._check_can_start("step_async")
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             pool = pool_of(self.pool)
             batch, as_objects = self._check_actions(actions)
             pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_objects=as_objects)
@@ -558,7 +565,7 @@ class AsyncVectorEnv(PooledVectorEnv):
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Waits up to `timeout` seconds for a pending step; see `step` and, for errors, `reset_wait`."""
         self._check_pending(AsyncState.WAITING_STEP)
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             return self._after_step(self._receive(timeout))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -578,7 +585,7 @@ class AsyncVectorEnv(PooledVectorEnv):
         if not wait([self._calls], timeout).done:
             raise self._timeout_error(timeout)
         self._state = AsyncState.DEFAULT
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             return self._calls.result()
 
     def set_attr(self, name: str, values: Any) -> None:
@@ -677,13 +684,13 @@ class SyncVectorEnv(PooledVectorEnv):
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets all envs, or the envs of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             mask = self._send_reset(seed, options)
             return self._after_reset(self._recv(), mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Steps all envs; see `AsyncVectorEnv.step`."""
-        with _AsGymnasium(type(self).__name__):
+        with self._as_gymnasium:
             return self._after_step(self._step(actions))
 
 

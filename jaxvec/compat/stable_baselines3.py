@@ -25,8 +25,8 @@ from jaxvec._arguments import check_on_host, expand_seeds
 from jaxvec._config import Workers
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
-from jaxvec._memory.segment import Rows
-from jaxvec._spec import Leaf, Node, PoolSpec, builder, leaves, map_leaves
+from jaxvec._memory.segment import Copies, Rows
+from jaxvec._spec import Leaf, Node, PoolSpec, builder, map_leaves
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
 from jaxvec.compat.gymnasium import start_pool
@@ -59,9 +59,10 @@ class _PooledVecEnv(_VecEnv):
             raise TypeError(f"{name} can't be set here: every step is of all envs, with SAME_STEP autoreset")
         with _AS_RAISED:
             self.pool: VectorEnv = start_pool(env_fns, AutoresetMode.SAME_STEP, options, equal_spaces=False)
-        places = {leaf.path: place for place, leaf in enumerate(leaves(self.pool.spec.obs))}
-        self._num_obs = len(places)
-        self._build_obs = builder(self.pool.spec.obs, places)
+        spec = self.pool.spec
+        places = {leaf.path: place for place, leaf in enumerate(spec.timestep_leaves)}
+        self._num_obs, self._deliver = places["reward",], Copies(unread=spec.statistics)
+        self._build_obs, self._build_info = builder(spec.obs, places), builder(spec.info, places)
         try:
             envs = self.pool
             super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
@@ -104,7 +105,9 @@ class _PooledVecEnv(_VecEnv):
             _PooledVecEnv.step_async(self, batch)  # not `self.`: `DummyVecEnv` defers to `step`
             return _PooledVecEnv.step_wait(self)
         with _AS_RAISED:
-            return self._result(pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch))
+            return self._result(
+                pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=self._deliver)
+            )
 
     def step_async(self, actions: Any) -> None:
         """Starts a step of all envs without waiting.
@@ -138,7 +141,7 @@ class _PooledVecEnv(_VecEnv):
         """
         pool = pool_of(self.pool)
         with _AS_RAISED:
-            return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST)))
+            return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST), deliver=self._deliver))
 
     def close(self) -> None:
         """Closes the envs and ends the workers, within about six seconds. May be called more than once."""
@@ -187,7 +190,7 @@ class _PooledVecEnv(_VecEnv):
         dones = terminated | truncated
         infos = self._infos()
         ended = dones.nonzero()[0].tolist()
-        ends = spec.build_timestep(rows).info if ended else {}
+        ends = self._build_info(rows) if ended else {}
         for env_id in ended:  # the info is that of the reset, and contains the last step's
             self.reset_infos[env_id] = infos[env_id]
             infos[env_id] = infos[env_id].pop("final_info")
