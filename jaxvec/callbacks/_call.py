@@ -400,6 +400,12 @@ def check_handle(handle: Any, verb: str) -> PoolSpec:
         raise TypeError(
             f"{verb} takes the handle that jaxvec.reset or jaxvec.step returned, got {type(handle).__name__}"
         )
+    token = jax.typeof(handle.token)
+    if token.shape[1:] != (3,) or token.dtype != np.uint32:
+        raise TypeError(
+            f"{verb} got a handle with a token of {token.str_short()} instead of uint32[num_envs,3]. Under "
+            "vmap, pass the split handle as a mapped argument; the handle of one env is handle[i : i + 1]"
+        )
     for leaf in (*handle.spec.action_leaves, *handle.spec.timestep_leaves):
         if leaf.is_object:
             raise TypeError(

@@ -166,6 +166,27 @@ def test_lanes_that_share_a_handle_are_refused(envs):
         jax.jit(jax.vmap(jaxvec.step, in_axes=(None, 0)))(handle, jnp.stack([ACTION, ACTION]))
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("verb", ["reset", "step", "get_attr"])
+def test_a_handle_split_for_vmap_is_refused_without_vmap(envs, verb, jit):
+    """The io_callback transport would read the other rows of the token as seeds, masks or actions."""
+    call = {
+        "reset": lambda handle: jaxvec.reset(handle)[1].obs,
+        "step": lambda handle: jaxvec.step(handle, ACTION[:2])[1].obs,
+        "get_attr": lambda handle: jaxvec.get_attr(handle, "steps", int),
+    }[verb]
+    call = jax.jit(call) if jit else call
+    handle, _ = jaxvec.reset(envs)
+    for wrong in (split(handle, 2), handle[0], jax.tree.map(lambda x: x.astype(float), handle)):
+        with pytest.raises(
+            TypeError, match=rf"{verb} got a handle with a token of .*; the handle of one env is"
+        ):
+            call(wrong)
+    assert envs.get_attr("steps") == (0,) * 8
+    assert envs.get_attr("resets") == (1,) * 8
+    jaxvec.step(handle, ACTION)  # which is still the latest
+
+
 def test_part_of_a_handle_steps_its_envs_and_leaves_the_others(envs):
     handle, _ = jaxvec.reset(envs)
     odd, even = (jax.tree.map(lambda x, first=first: x[first::2], handle) for first in (1, 0))
