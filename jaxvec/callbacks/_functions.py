@@ -439,7 +439,7 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
     ids = check_states(state, as_array=jnp.asarray)
     # Only the pool's id in the token is read: the states name their envs.
     if isinstance(envs, Handle):
-        token = jnp.zeros(ids.shape, np.uint32).at[:, 0].set(jax.lax.stop_gradient(envs.token)[0, 0])
+        token = jnp.zeros(ids.shape, np.uint32).at[:, 0].set(jax.lax.stop_gradient(envs.token)[:, 0].max())
         handle = envs.next(token)
     elif isinstance(envs, VectorEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
         handle = fresh_handle(envs, len(ids))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from jaxvec._dispatch.move import Verb
 from jaxvec._errors import EnvIdError
@@ -55,7 +55,16 @@ _call_p.multiple_results = True
 
 def bind(call: Call, *operands: Any) -> list[jax.Array]:
     """Runs a call, or adds it to the program that is being traced; see `Call` for the operands."""
-    return _call_p.bind(*(jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands), call=call)
+    arrays = [jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands]
+    shardings = [jax.typeof(array).sharding for array in arrays]
+    mesh = next((each.mesh for each in shardings if AxisType.Explicit in each.mesh.axis_types), None)
+    if mesh is None or not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return _call_p.bind(*arrays, call=call)
+    # One device runs the call. The results are sharded like the handle, or like the states of a simulation.
+    whole, split = PartitionSpec(), PartitionSpec(shardings[call.verb is Verb.SIMULATE].spec[0])
+    results = _call_p.bind(*(reshard(array, NamedSharding(mesh, whole)) for array in arrays), call=call)
+    splits = [len(x) == len(arrays[0]) and jax.typeof(x).sharding.mesh == mesh for x in results]
+    return [reshard(x, NamedSharding(mesh, split)) if y else x for x, y in zip(results, splits, strict=True)]
 
 
 @_call_p.def_impl

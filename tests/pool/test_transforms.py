@@ -18,7 +18,7 @@ import pytest
 from gymnasium import spaces
 from jax.experimental import io_callback
 from jax.experimental.compute_on import compute_on
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxvec
@@ -475,6 +475,61 @@ def test_a_program_that_xla_shards_by_itself_steps_once(envs, mesh):
     assert envs.get_attr("steps") == (5,) * 8
 
 
+EXPLICIT = {
+    "step": jaxvec.step,
+    "scan": rollout,
+    "while_loop": lambda handle, action: jax.lax.while_loop(
+        lambda carry: carry[1].info["episode_length"].min() < 3,
+        lambda carry: jaxvec.step(carry[0], action),
+        jaxvec.reset(handle),
+    ),
+    "cond": lambda handle, action: jax.lax.cond(
+        action.sum() > 0, jaxvec.step, lambda handle, _: jaxvec.reset(handle), handle, action
+    ),
+    "mask": lambda handle, action: jaxvec.reset(handle, mask=action > 3, seed=action),
+    "vmap": lambda handle, action: jax.vmap(rollout)(split(handle, 4), split(action, 4)),
+}
+
+
+def explicit_mesh(devices):
+    axis_types = (AxisType.Explicit,)  # the default of `jax.make_mesh` in jax 0.10
+    return jax.make_mesh((devices,), ("d",), axis_types=axis_types, devices=jax.devices()[:devices])
+
+
+@pytest.mark.parametrize("transport", ["auto", "io_callback"])
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("kind", EXPLICIT)
+def test_explicit_shardings_follow_the_handle(make, transport, kind, devices):
+    """One device steps all envs, as with automatic shardings, and a loop may carry the handle."""
+    program = jax.jit(EXPLICIT[kind])
+    _, expected = program(jaxvec.reset(make(CountingEnv, 8))[0], ACTION)
+    arguments = jaxvec.reset(make(CountingEnv, 8, transport=transport))[0], ACTION
+    arguments = jax.device_put(arguments, NamedSharding(explicit_mesh(devices), P("d")))
+    handle, timestep = program(*arguments)
+    chex.assert_trees_all_equal(timestep, expected)
+    assert "d" in jax.typeof(timestep.reward).sharding.spec
+    assert "d" in jax.typeof(handle.token).sharding.spec
+
+
+@pytest.mark.parametrize("transport", ["auto", "io_callback"])
+def test_explicit_shardings_of_saved_states(make, transport):
+    envs = make(CountingEnv, 8, states=100, transport=transport)
+    handle, state = jaxvec.save(jaxvec.reset(envs)[0])
+    arguments = jax.device_put((handle, state, ACTION), NamedSharding(explicit_mesh(4), P("d")))
+
+    @jax.jit
+    def program(handle, state, action):
+        handle, _ = jaxvec.restore(handle, state)
+        after, simulated = jaxvec.simulate(handle, state, action)
+        _, timestep = jaxvec.step(handle, action)
+        return after, simulated, timestep
+
+    after, simulated, timestep = program(*arguments)
+    chex.assert_trees_all_equal(simulated, timestep)
+    np.testing.assert_array_equal(timestep.obs[:, 3], ACTION)
+    assert jax.typeof(after.ids).sharding.spec[0] == "d"
+
+
 def test_the_ffi_by_name_refuses_a_program_that_xla_shards(make, mesh):
     envs = make(CountingEnv, 8, transport="ffi")
     sharded = jax.device_put((jaxvec.reset(envs)[0], ACTION), NamedSharding(mesh, P("d")))
@@ -668,7 +723,9 @@ def test_first_ready_batches_under_the_transformations(halves, mesh):
     assert halves.get_attr("steps") == steps
 
 
-def test_first_ready_batches_of_a_program_that_xla_shards(make, mesh):
+@pytest.mark.parametrize("explicit", [False, True])
+def test_first_ready_batches_of_a_program_that_xla_shards(make, mesh, explicit):
+    mesh = explicit_mesh(4) if explicit else mesh
     envs = make(CountingEnv, 8, num_workers=2, batch_size=4, recv_order="sent")
     handle, _ = jaxvec.reset(envs)
     handle, _ = jaxvec.recv(handle)
