@@ -61,10 +61,11 @@ def bind(call: Call, *operands: Any) -> list[jax.Array]:
     if mesh is None or not any(isinstance(array, jax.core.Tracer) for array in arrays):
         return _call_p.bind(*arrays, call=call)
     # One device runs the call. The results are sharded like the handle, or like the states of a simulation.
-    whole, split = PartitionSpec(), PartitionSpec(shardings[call.verb is Verb.SIMULATE].spec[0])
-    results = _call_p.bind(*(reshard(array, NamedSharding(mesh, whole)) for array in arrays), call=call)
-    splits = [len(x) == len(arrays[0]) and jax.typeof(x).sharding.mesh == mesh for x in results]
-    return [reshard(x, NamedSharding(mesh, split)) if y else x for x, y in zip(results, splits, strict=True)]
+    like, rows = shardings[1 if call.verb is Verb.SIMULATE else 0], len(arrays[0])
+    whole, split = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (None, like.spec[0]))
+    results = _call_p.bind(*(reshard(array, whole) for array in arrays), call=call)
+    on_mesh = [len(each) == rows and jax.typeof(each).sharding.mesh == mesh for each in results]
+    return [reshard(each, split) if on else each for each, on in zip(results, on_mesh, strict=True)]
 
 
 @_call_p.def_impl
