@@ -43,7 +43,6 @@ class PendingEnvs:
 
     Only a thread inside the engine reads or changes it, in Python or in C++. The exception is `needs_reset`:
     an entry belongs to the thread that holds its slot.
-
     """
 
     def __init__(self, num_envs: int, batch_size: int, together: int) -> None:

@@ -93,7 +93,7 @@ class BatchSlice(Slice):
             options = next((one for one in given if one is not None), None)  # one for the whole instance
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
-            with self._error_context(which, "reset"):
+            with self._error_context(which, "reset"):  # ends forks before they write rows
                 result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
             with self._error_context(which, "reset"):
                 obs, info = split_reset(result)
@@ -117,7 +117,7 @@ class BatchSlice(Slice):
             started = monotonic_ns()
             with self._error_context(which, "step"):
                 actions = self._actions(self._spec.action, rows)
-            with self._error_context(which, "step", actions):
+            with self._error_context(which, "step", actions):  # ends forks before they write rows
                 result: Any = self._targets[which].step(actions)
             with self._error_context(which, "step", actions):
                 if not isinstance(result, tuple) or len(result) != 5:
