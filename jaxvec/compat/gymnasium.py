@@ -343,6 +343,8 @@ def start_pool(
     equal_spaces: bool,
 ) -> _vector_env.VectorEnv:
     """Starts a pool with the envs' own dtypes, pickled objects, no required resets and no timeouts."""
+    if unknown := options.keys() - {field.name for field in dataclasses.fields(PoolConfig)}:
+        raise TypeError(f"unknown options {sorted(unknown)}; the options are those of jaxvec.make")
     options = {"timeouts": Timeouts(None, None, None), **options}  # Gymnasium has no time limits by default
     return _start.start(
         list(env_fns),

@@ -316,6 +316,11 @@ def test_infos_of_equal_types_are_batched_as_gymnasium_does(data):
 # --- Errors ------------------------------------------------------------------------------------
 
 
+def test_an_unknown_option_is_named(face):
+    with pytest.raises(TypeError, match=r"unknown options \['num_worker'\]; .* those of jaxvec.make"):
+        face([CountingEnv] * 2, num_worker=1)
+
+
 @pytest.mark.parametrize("error", [KeyError, StopIteration])
 def test_an_envs_own_exception_is_raised(face, error):
     class Failing(CountingEnv):
