@@ -195,6 +195,8 @@ def save_memoryview(saver: Saver, value: memoryview) -> Any:
         raise CannotCopy("it is a memoryview that is not contiguous, or of memory of another library")
     if isinstance(owner, np.ndarray) and not owner.flags.c_contiguous:
         raise CannotCopy("it is a memoryview of an array that is not contiguous")
+    if value.format not in {*"cbBhHiIlLqQnNfd?P"}:  # those that `memoryview.cast` accepts
+        raise CannotCopy(f"it is a memoryview of the format {value.format!r}")
     node = _MemoryView()
     saver.remember(value, node)
     node.owner = saver.value(owner)

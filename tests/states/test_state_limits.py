@@ -304,6 +304,21 @@ def test_the_first_save_proves_that_states_are_kept(make, backend):
     envs.step([0, 0])
 
 
+@pytest.mark.parametrize("dtype", ["f2", ">i4"])
+def test_views_of_unusual_numbers_are_refused(make, backend, dtype):
+    """Python can't make a memoryview of these again."""
+
+    class Viewing(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.view = memoryview(np.zeros(4, dtype))
+
+    envs = make(Viewing, 1, states=2, backend=backend)
+    envs.reset(seed=0)
+    with pytest.raises(jaxvec.EnvStateError, match="view.*memoryview.*format"):
+        envs.save()
+
+
 def test_a_state_that_can_not_leave_its_process_says_so(make):
     class Keeps(CountingEnv):
         def reset(self, **kwargs):
