@@ -126,13 +126,13 @@ def talk(worker: stacks.Published, env_id: int) -> bool:
                         os.write(terminal, os.read(ours, 1 << 16))
                         until_prompt.close()
                     if terminal in readable:
-                        typed = os.read(terminal, 1 << 10)
-                        if until_prompt.closed:  # before, the pseudo-terminal would print it, too
-                            os.write(ours, typed.replace(_CTRL_C, b""))
-                        if _CTRL_C in typed:
-                            if os.readlink(stdin) != path:
-                                raise KeyboardInterrupt
-                            os.kill(worker.pid, signal.SIGINT)
+                        for number, text in enumerate(os.read(terminal, 1 << 10).split(_CTRL_C)):
+                            if number:  # a Ctrl-C, typed before this text, which may end the prompt
+                                if os.readlink(stdin) != path:
+                                    raise KeyboardInterrupt
+                                os.kill(worker.pid, signal.SIGINT)
+                            if until_prompt.closed:  # before, the pseudo-terminal would print it, too
+                                os.write(ours, text)
         finally:
             termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
             with suppress(OSError):
