@@ -23,9 +23,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support.env_states import copied
 
 import jaxvec
-from jaxvec._envs.env_states import SlotState, StatefulEnv, pack, unpack
+from jaxvec._envs.env_states import StatefulEnv
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -546,12 +547,6 @@ def test_graphs_are_exact_or_refused(name, how):
         raise
     assert name not in REFUSED
     assert seen == expected
-
-
-def copied(state):
-    """Returns the state as another process gets it."""
-    (packed,) = pack([SlotState(0, state, (0, 0, 0), (0, None, None), {}, False, {})])
-    return unpack(packed).env
 
 
 TOTAL = 0

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.env_states import copied
 from support.graph_env import GraphEnv
 from support.graphs import KINDS
 
 import jaxvec
-from jaxvec._envs.env_states import SlotState, StatefulEnv, pack, unpack
+from jaxvec._envs.env_states import StatefulEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -132,12 +133,6 @@ class Player:
         done["restore"] += 1
         self.stateful.restore(state)
         self.check()
-
-
-def copied(state):
-    """Returns the state as another process gets it."""
-    (packed,) = pack([SlotState(0, state, (0, 0, 0), (0, None, None), {}, False, {})])
-    return unpack(packed).env
 
 
 @pytest.fixture(scope="module", autouse=True)

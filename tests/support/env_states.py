@@ -8,7 +8,13 @@ import pickle
 import jax
 import numpy as np
 
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._envs.env_states import SlotState, StatefulEnv, pack, unpack
+
+
+def copied(state):
+    """Returns the state as another process gets it."""
+    (packed,) = pack([SlotState(0, state, (0, 0, 0), (0, None, None), {}, False, {})])
+    return unpack(packed).env
 
 
 def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
