@@ -56,9 +56,10 @@ _call_p.multiple_results = True
 def bind(call: Call, *operands: Any) -> list[jax.Array]:
     """Runs a call, or adds it to the program that is being traced; see `Call` for the operands."""
     arrays = [jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands]
-    shardings = [jax.typeof(array).sharding for array in arrays]
+    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    shardings = [jax.typeof(array).sharding for array in arrays] if traced else []
     mesh = next((each.mesh for each in shardings if AxisType.Explicit in each.mesh.axis_types), None)
-    if mesh is None or not any(isinstance(array, jax.core.Tracer) for array in arrays):
+    if mesh is None:
         return _call_p.bind(*arrays, call=call)
     # One device runs the call. The results are sharded like the handle, or like the states of a simulation.
     like, rows = shardings[1 if call.verb is Verb.SIMULATE else 0], len(arrays[0])
