@@ -266,23 +266,23 @@ def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:
         obs, action = (_read(env, env_id, f"single_{name}_space") for name in ("observation", "action"))
         return EnvSpaces(obs, action, None)
     obs, action = (_read(env, env_id, f"{name}_space") for name in ("observation", "action"))
-    reward = _optional(env, env_id, "reward_space", Space)  # MO-Gymnasium's convention
+    reward = _optional(env, env_id, "reward_space")  # MO-Gymnasium's convention
+    reward = reward if isinstance(reward, Space) else None
     if reward is None and isinstance(obs, Tuple) and isinstance(action, Tuple):
         # RWARE and Level-Based Foraging have `n_agents`, and return a list with a reward for each.
-        agents = _optional(env, env_id, "n_agents", object)
+        agents = _optional(env, env_id, "n_agents")
         if len(obs) == len(action) == agents:
             reward = Box(-np.inf, np.inf, (len(obs),), np.float64)
     return EnvSpaces(obs, action, reward)
 
 
-def _optional(env: Env, env_id: int, name: str, kind: type) -> Any:
-    """Returns an attribute of an env or of a wrapper, or None if there is none of that type."""
+def _optional(env: Env, env_id: int, name: str) -> Any:
+    """Returns an attribute of an env or of a wrapper, or None."""
     try:
         with AttributeErrorContext(env_id, name):
-            value = env.get_wrapper_attr(name)
+            return env.get_wrapper_attr(name)
     except AttributeFailure:
         return None
-    return value if isinstance(value, kind) else None
 
 
 def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:

@@ -408,7 +408,7 @@ class EnvSlice(Slice):
             self._rows.final.clear(index)
             return obs, info
         # Write before the reset: an env may reuse its observation's and its info's memory.
-        self._final_infos[index] = _copied(dict(info))
+        self._final_infos[index] = {key: _copied(value) for key, value in info.items()}
         self._rows.final.write(index, obs, self._final_infos[index])
         return self._reset_in_step(index)
 
