@@ -306,7 +306,7 @@ def test_a_fork_that_comes_back_from_a_step_is_ended(make, capfd):
 
 
 class ForkingEverywhere(CountingEnv):
-    """Forks where it is told to, by `place`. Its children go on when the FIFO `release` is opened."""
+    """Forks at `place`. Its children wait until the FIFO `release` is opened."""
 
     def __init__(self, place, release):
         super().__init__()
