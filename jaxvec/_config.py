@@ -622,7 +622,6 @@ class PoolConfig:
     envs_per_instance: int | None = None
     on_fault: OnFault | Restart = "raise"
     check: CheckMode = "structure"
-    debug: bool = False
     record_faults: str | os.PathLike[str] | None = None
     spare_envs: int = 0
     reset_options: spaces.Dict | None = None
@@ -645,7 +644,6 @@ class PoolConfig:
             object.__setattr__(self, "states", States(self.states))
         _check_choice("recv_order", self.recv_order, get_args(RecvOrder))
         _check_choice("check", self.check, get_args(CheckMode))
-        _check_choice("debug", self.debug, (False, True))
         if not isinstance(self.backend, OtherMachines) and self.backend not in get_args(Backend):
             names = '"process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote'
             raise ValueError(f"backend must be {names}, not {self.backend!r}")
@@ -688,8 +686,6 @@ class PoolConfig:
             rejected |= {"spare_envs": self.spare_envs, "reset_options": self.reset_options}
             rejected |= {"workers on other machines": isinstance(self.backend, OtherMachines)}
             _reject("does not go with record_faults; remove one of them", rejected)
-        if self.debug and isinstance(self.backend, OtherMachines):
-            raise ValueError("debug=True needs workers on this machine, which share the program's terminal")
         if self.workers.max_running is not None and isinstance(self.backend, OtherMachines):
             raise ValueError(
                 "Workers(max_running=...) needs workers on this machine; on others, use fewer workers"

@@ -24,7 +24,7 @@ from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import base, debugger, foreign
+from jaxvec._workers import base, foreign
 from jaxvec._workers.base import Launcher, WorkerGroup
 from jaxvec._workers.process import LocalLauncher, ProcessWorkers
 from jaxvec._workers.serial import SerialWorkers
@@ -137,11 +137,6 @@ def _workers(recipe: WorkerRecipe, cluster: RayCluster | Remote | None, *, learn
     dispatch = "portable" if portable else base.choose_dispatch(dispatch)
     if config.backend == "serial":
         return SerialWorkers(recipe, dispatch=dispatch, budget=budget, learn_info=learn_info)
-    if config.debug and not debugger.find_place():
-        raise RuntimeError(
-            "debug=True opens pdb at the program's terminal, but this program is in the foreground of none; "
-            'start it in a terminal or a notebook, or use backend="serial"'
-        )
     launcher: Launcher
     if cluster is None:
         launcher = LocalLauncher(config, dict(enumerate(recipe.slices)))

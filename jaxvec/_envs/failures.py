@@ -10,7 +10,6 @@ import difflib
 import pickle
 import reprlib
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxvec._envs.envs import AttributeFailure, EnvFailure
@@ -40,13 +39,8 @@ class Report:
     advice: str = ""  # for the end of the error's text
 
 
-# Called before each report, in a worker with `make(debug=True)`.
-before_report: Callable[[EnvFailure], object] = id
-
-
 def report(failure: EnvFailure) -> Report:
     """Makes a report of `failure` and its cause; never raises."""
-    before_report(failure)
     error = failure.__cause__ or failure
     kind = type(error)
     message, error_type = _text(error), EnvError

@@ -28,7 +28,6 @@ from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
-from jaxvec._workers import debugger
 from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.supervisor import describe_losses
 from jaxvec._workers.worker import WorkerRecipe
@@ -148,8 +147,6 @@ class SerialWorkers(WorkerGroup):
         """Returns the public error of a failure; raises Ctrl-C, which is not a failure of the env."""
         if isinstance(failure.__cause__, KeyboardInterrupt):
             raise failure.__cause__ from None
-        if self._recipe.config.debug:
-            debugger.post_mortem(failure)
         error = failures.to_error(failures.report(failure), worker=None)
         error.__cause__ = failure.__cause__
         return error

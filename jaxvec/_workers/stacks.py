@@ -1,11 +1,10 @@
-"""Stacks of worker processes, also of those that hang in C code with the GIL, and requests for a prompt.
+"""Stacks of worker processes, also of those that hang in C code with the GIL.
 
 A worker lets `faulthandler` write its stack into unnamed memory when it gets one of two real-time signals,
 which envs rarely use. Any process of the user can send the signal, and read the memory through /proc. After
 `DUMP`, to which stacks.cc adds the native stack, the worker continues, and Python repeats an interrupted
-system call. `DUMP_AND_END` also ends it, so that no env continues that is about to be replaced. `ATTACH`
-requests a prompt (debugger.py): the memory then has the request. The kernel delivers the signals to the main
-thread, which runs the envs, unless it blocks them.
+system call. `DUMP_AND_END` also ends it, so that no env continues that is about to be replaced. The kernel
+delivers the signals to the main thread, which runs the envs, unless it blocks them.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 
 from jaxvec import _native
 from jaxvec._stats import family_of
 
 _IS_SUPPORTED = sys.platform == "linux"
-DUMP, DUMP_AND_END, ATTACH = (signal.SIGRTMAX - n if _IS_SUPPORTED else 0 for n in (8, 9, 10))
+DUMP, DUMP_AND_END = (signal.SIGRTMAX - n if _IS_SUPPORTED else 0 for n in (8, 9))
 _NAME = "/memfd:jaxvec stack "
 _TIMEOUT = 0.5  # seconds for a dump; a stopped process makes none
 _POLL_INTERVAL = 0.01  # seconds; a dump without a native stack is complete if it does not grow for as long
@@ -35,11 +33,8 @@ _END = "\0"
 _CURRENT = "Current thread"
 
 
-def publish(worker: int, first: int, last: int, attach: Callable[[str, FrameType | None], None]) -> None:
-    """Prepares this process, a worker with the envs `first` to `last`, for the signals.
-
-    `attach` gets a request and the frame that it interrupts.
-    """
+def publish(worker: int, first: int, last: int) -> None:
+    """Prepares this process, a worker with the envs `first` to `last`, for the signals."""
     if _IS_SUPPORTED:
         # The process keeps the descriptor.
         ext = _native.ext
@@ -49,7 +44,6 @@ def publish(worker: int, first: int, last: int, attach: Callable[[str, FrameType
         if ext is not None:
             ext.add_native_stack(DUMP, memory)
         faulthandler.register(DUMP_AND_END, memory, chain=True)  # the default action ends the process
-        signal.signal(ATTACH, lambda _, frame: attach(os.pread(memory, 99, 0).decode("latin-1"), frame))
 
 
 @dataclass(frozen=True)
@@ -63,14 +57,13 @@ class Published:
     has_native: bool  # whether `DUMP` also writes a native stack, and `_END`
     memory: str  # path of its stack's memory
 
-    def send(self, number: int, request: str = "") -> int:
+    def send(self, number: int) -> int:
         """Sends a signal. Returns a descriptor of the memory; raises `OSError` if the worker can't get it."""
         status = Path(f"/proc/{self.pid}/status").read_text().partition("SigCgt:")[2].split()[0]
         if not int(status, 16) >> number - 1 & 1:  # the default action would end the process
             raise ProcessLookupError(f"process {self.pid} has no handler of signal {number}")
         memory = os.open(self.memory, os.O_RDWR | os.O_CLOEXEC)
         os.ftruncate(memory, 0)
-        os.pwrite(memory, request.encode(), 0)
         os.kill(self.pid, number)
         return memory
 

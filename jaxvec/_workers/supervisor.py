@@ -49,7 +49,7 @@ from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
-from jaxvec._workers import debugger, stacks
+from jaxvec._workers import stacks
 from jaxvec._workers import worker as protocol
 from jaxvec._workers.base import Check, Launcher, Process, Slices, WaitLimits
 
@@ -319,7 +319,6 @@ class Supervisor:
         # Every timeout counts from here, in time.monotonic() seconds, if its operation is older: the time of
         # a recovery is not charged to other operations. Guarded by `polling`.
         self._grace = -math.inf
-        self._terminal = debugger.Terminal()
         self.diagnosis = Diagnosis(recipe.slices, self._processes, recovers=budget.policy is not None)
         self._segment = -1
         try:
@@ -546,11 +545,6 @@ class Supervisor:
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
                 elif isinstance(message, protocol.Closed):  # of a worker that ends
                     continue
-                elif isinstance(message, debugger.WantTerminal):
-                    self._terminal.note(worker, message.place)
-                    if worker in self.starting:
-                        self._extend_start(worker)
-                    self._reset_clocks()
                 elif worker in self.starting and message is not WAKE:
                     self._continue_start(worker, message, deadline)
                 else:
@@ -565,9 +559,6 @@ class Supervisor:
                 # A recycled worker ends by itself after its last message.
                 if worker not in others and process.ended() and not self.channels[worker].readable():
                     self.replace(worker, self._died_error(worker))
-        if self._terminal.wanted:
-            self._terminal.forward(limits.check)
-            return received
         for worker, start_deadline in [*self.starting.items()]:
             if start_deadline is not None and time.monotonic() >= start_deadline:
                 timeout = self._recipe.config.timeouts.start
@@ -628,7 +619,6 @@ class Supervisor:
         self._note_loss(worker, str(error))
         self.incarnations[worker] += 1
         self.last_errors[worker] = error
-        self._terminal.note(worker, None)
         self._retiring.pop(worker, None)
         self._handed.pop(worker, None)
         for owner, host in self._hosts:
@@ -766,9 +756,9 @@ class Supervisor:
         self._reset_clocks()
 
     def _reset_clocks(self) -> None:
-        """Extends all timeouts until the last start, and without limit while a worker is debugged."""
+        """Extends all timeouts until the last start."""
         deadlines = [math.inf if each is None else each for each in self.starting.values()]
-        self._grace = math.inf if self._terminal.wanted else max(deadlines, default=time.monotonic())
+        self._grace = max(deadlines, default=time.monotonic())
 
     def _check_spaces(self, worker: int, description: Description) -> None:
         spaces, first, equal = description.spaces, self._recipe.slices[worker][0], self._recipe.equal_spaces
@@ -808,7 +798,6 @@ class Supervisor:
             # worker is reaped, its pid can't belong to another process.
             for process in processes:
                 stack.callback(process.end)
-            stack.callback(self._terminal.clear)
             # A new list, as `kill` may iterate the old one. Remote workers keep the segment, so all drop it.
             self._processes, self.channels, self._by_fd, self._hosts = [], [], {}, []
             self.diagnosis.processes = []
@@ -824,9 +813,6 @@ class Supervisor:
         unclosed = {worker: set(range(*slots)) for worker, slots in enumerate(self._recipe.slices)}
         still_open = {worker for workers in self._by_fd.values() for worker in workers}
         while still_open:
-            if self._terminal.wanted:  # an env's `close` is debugged
-                self._terminal.forward(lambda: None)
-                deadline = None if timeout is None else time.monotonic() + timeout
             remaining = time_left(deadline)  # before the poll, which then sees messages sent by the deadline
             readable = self._readable(self._make_poll(still_open), min(remaining, DEATH_CHECK_INTERVAL))
             for worker in readable:
@@ -837,8 +823,6 @@ class Supervisor:
                     continue
                 if isinstance(message, HandedOver):
                     self._processes[worker].end()  # no new process will ask for its envs
-                elif isinstance(message, debugger.WantTerminal):
-                    self._terminal.note(worker, message.place)
                 elif isinstance(message, protocol.Closed):
                     unclosed[worker].difference_update(message.env_ids)
                 elif isinstance(message, failures.Report) and message.operation == "close":

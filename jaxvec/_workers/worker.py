@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -41,7 +40,7 @@ from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
-from jaxvec._workers import debugger, foreign, stacks
+from jaxvec._workers import foreign, stacks
 from jaxvec._workers.base import Slices, worker_end
 from jaxvec._workers.output import tag_lines
 
@@ -113,7 +112,6 @@ class Setup:
     config: PoolConfig
     equal_spaces: bool
     learn_info: bool
-    prompts: str  # where the program can let pdb prompt, see `debugger.find_place`
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,6 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
         config=config.for_workers(),
         equal_spaces=recipe.equal_spaces,
         learn_info=learn_info and first == 0,
-        prompts=debugger.find_place() if config.backend == "process" else "",
     )
 
 
@@ -278,6 +275,19 @@ _IMPORT_HINT = (
 )
 
 
+_NO_PROMPT = (
+    "breakpoint() can't prompt in a worker process, which has no terminal. Make the pool with "
+    'backend="serial": then the envs run in the program itself, where every debugger works'
+)
+
+
+def _refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
+    """Replaces `sys.breakpointhook`, unless `PYTHONBREAKPOINT` names another debugger."""
+    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):
+        raise RuntimeError(_NO_PROMPT)
+    return sys.__breakpointhook__(*args, **kwargs)
+
+
 def main(lifeline: int, control: int) -> None:
     """Runs a worker that is an interpreter of its own, and that holds the lifeline."""
     run_worker(adopt_channel(control))
@@ -300,11 +310,10 @@ def run_worker(channel: Channel) -> None:
             os.environ.pop("PYTHONPATH", None)
         else:
             os.environ["PYTHONPATH"] = setup.python_path
-        debug = debugger.WorkerDebugger(channel.send, place=setup.prompts, worker=setup.worker)
+        sys.breakpointhook = _refuse_breakpoint
+        running: list[NDArray[Any]] = []  # the slot that runs now plus 1, `[1]`, once the segment is mapped
         if config.workers.output == "log":
-            tag_lines(lambda: debug.env_id())
-        if config.debug:
-            failures.before_report = partial(debugger.post_mortem, debug=debug.post_mortem)
+            tag_lines(lambda: int(running[0][0]) - 1 if running else -1)
         with _reporting(channel):
             if setup.init is not None:
                 with EnvErrorContext(setup.first, "worker_init"):
@@ -314,7 +323,7 @@ def run_worker(channel: Channel) -> None:
             config = replace(config, states=states)
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
-            stacks.publish(setup.worker, setup.first, last, partial(debug.attach, size=size or 1))
+            stacks.publish(setup.worker, setup.first, last)
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
             with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
                 Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit
@@ -337,7 +346,7 @@ def run_worker(channel: Channel) -> None:
                         ready = Ready(dumps(description))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
-                    handed = _serve(channel, make_slice, config.workers, debug)
+                    handed = _serve(channel, make_slice, config.workers, running)
             finally:
                 try:
                     close_envs([*envs, *spares.envs], setup.first, size, report_closed)
@@ -347,7 +356,7 @@ def run_worker(channel: Channel) -> None:
 
 
 def _serve(
-    channel: Channel, make_slice: Callable[..., Slice], config: Workers, debug: debugger.WorkerDebugger
+    channel: Channel, make_slice: Callable[..., Slice], config: Workers, slots_running: list[NDArray[Any]]
 ) -> HandedOver | None:
     """Performs work and answers requests until end of file, with a replaced worker's settings if any.
 
@@ -358,7 +367,7 @@ def _serve(
     arrays = attach_segment(segment, attach.layout)
     marks = Marks.of(arrays)
     running, waiting = marks.running[attach.worker, :1], marks.running[attach.worker, 1:2]
-    debug.env_id = lambda: int(running[0]) - 1
+    slots_running.append(running)
     turn = nullcontext() if config.max_running is None else RunLimit(segment, config.max_running, waiting)
     os.close(segment)
     replaces = attach.replaces

@@ -146,7 +146,6 @@ def make(
     envs_per_instance: int | None = None,
     on_fault: OnFault | Restart = "raise",
     check: CheckMode = "structure",
-    debug: bool = False,
     record_faults: str | os.PathLike[str] | None = None,
     spare_envs: int = 0,
     reset_options: spaces.Dict | None = None,
@@ -218,8 +217,6 @@ def make(
         timeouts: A `jaxvec.Timeouts` with limits for the start of the workers, a reset and a step; by default
             60 s.
 
-        debug: Whether to open pdb at the program's terminal, post mortem, where the code of an env raises.
-            Timeouts stand still meanwhile, and the error is raised afterwards.
         record_faults: Directory for records of episodes that end in a fault: an env raises, hangs until its
             timeout, ends its worker, or returns an observation or reward that is not finite.
             `python -m jaxvec replay FILE` makes the episode again. Not with batched envs, `spare_envs`,

@@ -517,32 +517,16 @@ examples:
 )
 
 
-# --- attach ----------------------------------------------------------------------------------------------
+# --- stack -----------------------------------------------------------------------------------------------
 
 
-def _run_attach(options: Namespace) -> Outcome:
+def _run_stack(options: Namespace) -> Outcome:
     pid, env_id = options.pid, options.env
     if not (workers := [*stacks.find_all(pid)]):
         _top.look(pid)  # raises if there is no such process, or if it has no workers
     workers = [each for each in workers if env_id is None or each.first <= env_id <= each.last]
     if not workers:
         raise UsageError(f"process {pid} has no worker with env {env_id}")
-    if options.stack:
-        return _show_stacks(pid, workers)
-    if env_id is None or options.json:
-        raise UsageError("a prompt needs --env, and has no --json")
-    if len(workers) > 1:
-        pids = ", ".join(str(each.pid) for each in workers)
-        raise UsageError(f"several pools have an env {env_id}; instead of {pid}, pass one of {pids}")
-    try:
-        continues = _top.talk(workers[0], env_id)
-    except OSError as error:
-        raise UsageError(f"attach needs a terminal, and a worker that has started: {error}") from error
-    text = f"worker {workers[0].worker} {'continues' if continues else 'has ended'}"
-    return Outcome({}, text, FINE if continues else FAILED)
-
-
-def _show_stacks(pid: int, workers: Sequence[stacks.Published]) -> Outcome:
     reads = [each.request_stack() for each in workers]
     found: list[dict[str, Any]] = [
         {"pid": w.pid, "worker": w.worker, "envs": [w.first, w.last], "stack": read()}
@@ -553,33 +537,30 @@ def _show_stacks(pid: int, workers: Sequence[stacks.Published]) -> Outcome:
         + (each["stack"].strip() or "no answer: the process is stopped, or blocks the signal")
         for each in found
     )
-    record = {"schema": "jaxvec.attach/1", "pid": pid, "workers": found}
+    record = {"schema": "jaxvec.stack/1", "pid": pid, "workers": found}
     return Outcome(record, text, FINE if all(each["stack"] for each in found) else FAILED)
 
 
-def _add_attach_arguments(parser: ArgumentParser) -> None:
+def _add_stack_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("pid", type=int, metavar="PID", help="process id of the program, or of a worker")
-    parser.add_argument("--env", type=int, metavar="N", help="the env, or with --stack that of the worker")
-    parser.add_argument("--stack", action="store_true", help="print the workers' stacks, and exit")
+    parser.add_argument("--env", type=int, metavar="N", help="only the worker of this env")
 
 
-_ATTACH = Command(
-    name="attach",
-    summary="open pdb in a worker of a running program, or print the stacks of workers",
+_STACK = Command(
+    name="stack",
+    summary="show where the workers of a running program are in their code",
     details="""\
-pdb stops where the env next runs its own Python code, and all timeouts stand still. Ctrl-C ends the command
-that pdb executes, or the wait; `quit` lets the env continue. --stack also shows workers that hang, with the
-native stack if the native library is there. Both interrupt a worker by a real-time signal, so C code may see
-EINTR. The exit code is 1 if the worker has ended, or does not answer.
+The command also shows workers that hang, with the native stack if the native library is there. It interrupts
+a worker by a real-time signal, so C code may see EINTR; the worker then continues. The exit code is 1 if a
+worker does not answer.
 
---stack --json prints {"schema": "jaxvec.attach/1", "pid": PID, "workers": [{…}]}; each worker has a "pid", a
-"worker" index, its first and last "envs", and a "stack".
+--json prints {"schema": "jaxvec.stack/1", "pid": PID, "workers": [{…}]}; each worker has a "pid", a "worker"
+index, its first and last "envs", and a "stack".
 
-examples:
-  python -m jaxvec attach 4711 --env 17
-  python -m jaxvec attach 4711 --env 17 --stack""",
-    add_arguments=_add_attach_arguments,
-    run=_run_attach,
+example:
+  python -m jaxvec stack 4711 --env 17""",
+    add_arguments=_add_stack_arguments,
+    run=_run_stack,
 )
 
 
@@ -623,7 +604,7 @@ code: replay only records that you trust.
 
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _ATTACH, _REPLAY)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _STACK, _REPLAY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,14 +1,10 @@
-"""The workers of a running program: a table, from /proc and shared memory, and a terminal for their pdb."""
+"""The workers of a running program as a table, from /proc and shared memory."""
 
 from __future__ import annotations
 
 import os
-import select
-import signal
 import sys
-import termios
 import time
-import tty
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -19,10 +15,8 @@ import numpy as np
 
 from jaxvec import _stats
 from jaxvec._workers import stacks
-from jaxvec._workers.debugger import open_terminal
 from jaxvec.cli import UsageError
 
-_CTRL_C = b"\x03"
 _CLEAR = "\x1b[H\x1b[J"
 _ROW_BYTES = 8 * _stats.WIDTH
 _COLUMNS = (
@@ -97,44 +91,3 @@ def _segments(pid: int) -> Iterator[bytes]:
                 seen.add(inode)
                 with path.open("rb") as file:
                     yield file.read(_ROW_BYTES * 4096)
-
-
-# --- A terminal for pdb ----------------------------------------------------------------------------------
-
-
-def talk(worker: stacks.Published, env_id: int) -> bool:
-    """Connects pdb in a worker with the terminal of this process. Returns whether the worker runs at the end.
-
-    The worker gets a pseudo-terminal, which closes with this process. Ctrl-C outside of a prompt raises.
-    """
-    ours, theirs = os.openpty()
-    path, stdin = os.ttyname(theirs), f"/proc/{worker.pid}/fd/0"
-    if os.readlink(stdin) != os.devnull:
-        raise UsageError(f"worker {worker.worker} has a prompt at another terminal")
-    os.chown(path, os.stat(f"/proc/{worker.pid}").st_uid, -1)  # has an effect for root
-    with open_terminal() as terminal, open(theirs) as until_prompt:
-        settings = termios.tcgetattr(terminal)
-        termios.tcsetwinsize(theirs, termios.tcgetwinsize(terminal))
-        try:
-            os.close(worker.send(stacks.ATTACH, f"{env_id} {path}"))
-            print(f"waiting until env {env_id} runs Python code; Ctrl-C ends the command", file=sys.stderr)
-            tty.setraw(terminal)
-            with suppress(OSError):  # the worker closes the pseudo-terminal
-                while os.path.exists(worker.memory):
-                    readable, _, _ = select.select([terminal, ours], [], [], 0.5)
-                    if ours in readable:
-                        os.write(terminal, os.read(ours, 1 << 16))
-                        until_prompt.close()
-                    if terminal in readable:
-                        for number, text in enumerate(os.read(terminal, 1 << 10).split(_CTRL_C)):
-                            if number:  # a Ctrl-C, typed before this text, which may end the prompt
-                                if os.readlink(stdin) != path:
-                                    raise KeyboardInterrupt
-                                os.kill(worker.pid, signal.SIGINT)
-                            if until_prompt.closed:  # before, the pseudo-terminal would print it, too
-                                os.write(ours, text)
-        finally:
-            termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
-            with suppress(OSError):
-                os.close(worker.send(stacks.ATTACH))
-    return os.path.exists(worker.memory)

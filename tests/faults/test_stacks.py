@@ -1,4 +1,4 @@
-"""The stacks of workers that hang: in the error of a timeout, and by `python -m jaxvec attach --stack`."""
+"""The stacks of workers that hang: in the error of a timeout, and by `python -m jaxvec stack`."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_stack_command_shows_a_hanging_env_that_continues(make, tmp_path, capfd)
     envs.send([0, 0, 0, 0])
     running = probe.array(envs, "running")
     wait_until(lambda: running[:, 0].all())
-    assert _main.main(["attach", str(os.getpid()), "--stack", "--env", "3", "--json"]) == 0
+    assert _main.main(["stack", str(os.getpid()), "--env", "3", "--json"]) == 0
     (worker,) = json.loads(capfd.readouterr().out)["workers"]
     assert (worker["worker"], worker["envs"], worker["pid"]) == (1, [2, 3], probe.pids(envs)[1])
     assert "in look_for" in worker["stack"]
-    assert _main.main(["attach", "--stack", str(os.getpid())]) == 0
+    assert _main.main(["stack", str(os.getpid())]) == 0
     assert capfd.readouterr().out.count("in look_for") == 2
     (tmp_path / "go").touch()
     assert envs.recv().reward.tolist() == [1.0] * 4
@@ -120,7 +120,7 @@ def test_stack_command_shows_the_c_function_that_hangs(make, tmp_path, capfd):
     envs.send([0])
 
     def stack():
-        assert _main.main(["attach", str(os.getpid()), "--stack"]) == 0
+        assert _main.main(["stack", str(os.getpid())]) == 0
         return capfd.readouterr().out.partition(
             "Native stack of the current thread (most recent call first):\n"
         )
@@ -136,16 +136,16 @@ def test_stack_command_shows_the_c_function_that_hangs(make, tmp_path, capfd):
 def test_stack_command_reports_what_it_cannot_find(make, capfd):
     envs = make(CountingEnv, 1)
     pid = probe.pids(envs)[0]
-    assert _main.main(["attach", "--stack", str(pid), "--env", "5"]) == 2
+    assert _main.main(["stack", str(pid), "--env", "5"]) == 2
     assert f"process {pid} has no worker with env 5" in capfd.readouterr().err
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
-        assert _main.main(["attach", "--stack", str(other.pid)]) == 2
+        assert _main.main(["stack", str(other.pid)]) == 2
         assert f"process {other.pid} has no worker" in capfd.readouterr().err
         other.communicate()
-    assert _main.main(["attach", "--stack", str(other.pid)]) == 2
+    assert _main.main(["stack", str(other.pid)]) == 2
     assert f"there is no process {other.pid}" in capfd.readouterr().err
     probe.processes(envs)[0].suspend()
-    assert _main.main(["attach", "--stack", str(pid)]) == 1
+    assert _main.main(["stack", str(pid)]) == 1
     assert "no answer" in capfd.readouterr().out
 
 
@@ -163,3 +163,20 @@ def test_no_signal_is_sent_to_a_worker_without_a_handler(make):
     envs.call("ignore")
     assert worker.request_stack()() == ""
     assert envs.call("alive") == (True,)
+
+
+def test_breakpoint_in_a_worker_names_the_serial_backend(make, monkeypatch):
+    class StoppingEnv(CountingEnv):
+        def step(self, action):
+            breakpoint()
+            return super().step(action)
+
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    envs = make(StoppingEnv, 1)
+    envs.reset(seed=0)
+    with pytest.raises(jaxvec.EnvError, match='no terminal. Make the pool with backend="serial"'):
+        envs.step([0])
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    envs = make(StoppingEnv, 1)
+    envs.reset(seed=0)
+    assert envs.step([0]).reward.tolist() == [1.0]

@@ -467,7 +467,7 @@ sys.exit(main({words}))"""
 EXAMPLES = [
     line.strip()
     for command in COMMANDS
-    if command.name != "attach"  # which needs another program's pid: tests/faults/test_stacks.py
+    if command.name != "stack"  # which needs another program's pid: tests/faults/test_stacks.py
     for line in command.details.splitlines()
     if line.startswith("  python -m jaxvec ")
 ]
