@@ -317,9 +317,6 @@ class Workers:
         python: Path of another Python interpreter that runs the workers, for envs that can't be installed
             beside JAX, such as `".venv-old/bin/python"`. It needs NumPy and the packages of the envs. Ids,
             and functions in the form `"module:attribute"`, are looked up there.
-        max_running: Maximum number of workers that run envs at the same time; the others wait. Use it for
-            simulators that need one process each, if there are not enough cores or memory for all at once.
-            The waiting time counts towards `Timeouts(step=..., reset=...)`. Needs Linux.
         recycle: Limits of memory and age at which a fresh process replaces a worker. Needs Linux.
         output: Destination of the lines that workers print, to stdout and stderr, from Python or C:
             `"inherit"` for the streams of your program, `"log"` for the logger `"jaxvec"` of Python's
@@ -341,7 +338,6 @@ class Workers:
     preload: Iterable[str] = ()
     pin: bool = False
     python: str | os.PathLike[str] | None = None
-    max_running: int | None = None
     recycle: Recycle | None = None
     output: OutputMode = "inherit"
 
@@ -365,10 +361,6 @@ class Workers:
             object.__setattr__(self, "python", os.path.abspath(found))
         if self.preload and self.start_method == "spawn":
             raise ValueError('Workers(preload=...) needs the fork server; start_method="spawn" has none')
-        if self.max_running is not None:
-            check_count("Workers(max_running=...)", self.max_running, 1)
-            if sys.platform != "linux":
-                raise ValueError("Workers(max_running=...) needs Linux, for locks on parts of shared memory")
         if not isinstance(self.recycle, Recycle | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Workers(recycle=...) must be a jaxvec.Recycle, or None, not {self.recycle!r}")
         if self.recycle is not None and sys.platform != "linux":
@@ -686,10 +678,6 @@ class PoolConfig:
             rejected |= {"spare_envs": self.spare_envs, "reset_options": self.reset_options}
             rejected |= {"workers on other machines": isinstance(self.backend, OtherMachines)}
             _reject("does not go with record_faults; remove one of them", rejected)
-        if self.workers.max_running is not None and isinstance(self.backend, OtherMachines):
-            raise ValueError(
-                "Workers(max_running=...) needs workers on this machine; on others, use fewer workers"
-            )
         if self.envs_per_instance is not None:
             rejected = {"on_fault": restart, "check": self.strict}
             rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
@@ -698,7 +686,7 @@ class PoolConfig:
         if self.backend == "serial":
             if self.workers.num not in (None, 1):
                 raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
-            options = ("env", "init", "preload", "pin", "python", "max_running", "recycle")
+            options = ("env", "init", "preload", "pin", "python", "recycle")
             rejected = {f"Workers({name}=...)": getattr(self.workers, name) for name in options}
             rejected["Workers(output=...)"] = self.workers.output != "inherit"
             rejected["spare_envs"] = self.spare_envs

@@ -58,7 +58,7 @@ class Marks:
 
     Attributes:
         running: uint32 `[num_workers, 16]`, written by workers. Word 0 is 1 + the slot of the running env,
-            or 0. Word 1 is 1 while the worker waits for its turn; see `max_running`.
+            or 0.
         requested: int64 `[num_slots]`, written by the parent: the latest request, as `requests` of move.py.
         completed: int64 `[num_slots]`, written by workers: the request completed last.
         completed_at: int64 `[num_slots]`, written by workers: monotonic time of the completion, in ns.

@@ -158,7 +158,6 @@ class ProcessWorkers(WorkerGroup):
         self._slices = recipe.slices
         self._launcher = launcher
         self._start_timeout = recipe.config.timeouts.start
-        self._max_running = recipe.config.workers.max_running
         self.memory_watch: MemoryWatch | None = None
         self._kind = dispatch
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
@@ -295,9 +294,6 @@ class ProcessWorkers(WorkerGroup):
     def _find_culprits(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
         """Returns the workers that delay `slots`, and all unfinished slots of these workers."""
         late, unfinished = self._late(slots)
-        if self._max_running is not None:  # a worker in the queue is delayed by those that run
-            waiting = Marks.of(self._arrays).running[:, 1]
-            late = [worker for worker in late if not waiting[worker]] or late
         # Slots of other workers may have been dispatched a moment ago, in first-ready mode.
         worker_of = self.supervisor.diagnosis.worker_of
         return late, [slot for slot in unfinished if worker_of(slot) in late]

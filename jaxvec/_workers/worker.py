@@ -6,15 +6,12 @@ serves until end of file: `Work` from the dispatch, and `Request` from the contr
 
 from __future__ import annotations
 
-import fcntl
-import itertools
 import os
 import pickle
 import signal
 import sys
-import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic_ns
@@ -43,41 +40,6 @@ from jaxvec._util import add_note, dumps
 from jaxvec._workers import foreign, stacks
 from jaxvec._workers.base import Slices, worker_end
 from jaxvec._workers.output import tag_lines
-
-# --- Limit on running workers ----------------------------------------------------------------------------
-# `Workers(max_running=n)` lets n workers run their envs at a time. Bytes 0 to n - 1 of the segment's file are
-# n locks, one for each running worker, and byte n is the lock of the queue for them. The kernel releases the
-# locks of a dead process, so a crash never blocks other workers. Only the first in the queue polls; the
-# others sleep in the kernel.
-
-_POLL_INTERVAL = 0.0005  # seconds; short compared to the env steps that are worth a limit
-
-
-class RunLimit:
-    """A worker's share of the limit, as a context manager in which its envs run."""
-
-    def __init__(self, segment: int, max_running: int, waiting: NDArray[Any]) -> None:
-        """Duplicates the segment's descriptor; `waiting` is this worker's flag in the segment."""
-        self._fd = os.dup(segment)
-        self._turns, self._queue = range(max_running), max_running
-        self._waiting = waiting
-        waiting[...] = 0  # a worker that died in the queue has left 1
-
-    def __enter__(self) -> None:
-        self._waiting[...] = 1
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._queue)
-        for turn in itertools.cycle(self._turns):
-            with suppress(BlockingIOError):
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, turn)
-                self._turn = turn
-                break
-            if turn == self._turns[-1]:
-                time.sleep(_POLL_INTERVAL)
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._queue)
-        self._waiting[...] = 0
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._turn)
 
 
 @dataclass(frozen=True)
@@ -366,9 +328,7 @@ def _serve(
     segment = channel.descriptors.pop()
     arrays = attach_segment(segment, attach.layout)
     marks = Marks.of(arrays)
-    running, waiting = marks.running[attach.worker, :1], marks.running[attach.worker, 1:2]
-    slots_running.append(running)
-    turn = nullcontext() if config.max_running is None else RunLimit(segment, config.max_running, waiting)
+    slots_running.append(marks.running[attach.worker, :1])
     os.close(segment)
     replaces = attach.replaces
     handed = None if replaces is None else replaces.handed
@@ -411,13 +371,11 @@ def _serve(
         done = end.post_some if attach.spec.first_ready else None
         while True:
             while env_slice.can_prepare and end.idle():
-                with turn:
-                    env_slice.prepare()
+                env_slice.prepare()
             start = monotonic_ns()
             if age is not None and (reason := age.exceeded(start)) and env_slice.can_leave():
                 _report(channel, end, env_slice, Retire(reason))  # after which no other request is pending
-                with turn:
-                    handed = env_slice.hand_over(inexact=inexact, cut=age.limits.fallback == "cut")
+                handed = env_slice.hand_over(inexact=inexact, cut=age.limits.fallback == "cut")
                 if handed.host is None:
                     return handed
                 channel.send(handed)
@@ -429,28 +387,25 @@ def _serve(
             if recorder is not None:
                 recorder.add("wait", start)
             if not isinstance(message, Work):
-                runs_envs = turn if message.name == "simulate_states" else nullcontext()
-                with span(recorder, f"answer {message.name}"), runs_envs:
+                with span(recorder, f"answer {message.name}"):
                     channel.send(pickle.dumps(_answer(env_slice, message)))
                 continue
             if message.verb in _ATTEMPTS:
                 attempt = getattr(env_slice, _ATTEMPTS[message.verb])
-                runs_envs = turn if message.verb is Verb.SIMULATE else nullcontext()
-                with span(recorder, f"answer {message.verb.word}"), runs_envs:
+                with span(recorder, f"answer {message.verb.word}"):
                     attempt(message.slots)
                 end.post(message.slots)
                 continue
             move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
             try:
-                with turn:
-                    move(message.slots, done)
+                move(message.slots, done)
                 if done is None:
                     end.post(message.slots)
             except EnvFailure as failure:
                 if done is None:
                     end.post(np.array(failure.completed, np.int64))
                 # The marks of the other slots are unchanged, so the next `receive` returns them again.
-                _recover(channel, end, env_slice, failure, turn)
+                _recover(channel, end, env_slice, failure)
 
 
 def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Report | Retire) -> Any:
@@ -462,20 +417,13 @@ def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Rep
     return message
 
 
-def _recover(
-    channel: Channel,
-    end: WorkerDispatch,
-    env_slice: Slice,
-    failure: EnvFailure,
-    turn: AbstractContextManager[None],
-) -> None:
+def _recover(channel: Channel, end: WorkerDispatch, env_slice: Slice, failure: EnvFailure) -> None:
     """Reports a failure until the env is ready again. The parent may kill this process instead."""
     while True:
         message = _report(channel, end, env_slice, failures.report(failure))
         try:
             settings = message.settings and _unpickle_settings(failure.env_id, message.settings)
-            with turn:
-                env_slice.recover(failure, rebuild=message.rebuild, settings=settings)
+            env_slice.recover(failure, rebuild=message.rebuild, settings=settings)
             return
         except EnvFailure as another:
             failure = another

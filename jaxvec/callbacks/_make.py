@@ -109,25 +109,6 @@ _ELSEWHERE = {
     "seed": "Pass it to reset(seed=...)",
 }
 
-# Former options of `make`, with what replaces them.
-_MOVED = {
-    "worker_env": "Pass workers=jaxvec.Workers(env=...)",
-    "worker_init": "Pass workers=jaxvec.Workers(init=...)",
-    "start_method": "Pass workers=jaxvec.Workers(start_method=...)",
-    "preload": "Pass workers=jaxvec.Workers(preload=...)",
-    "pin_workers": "Pass workers=jaxvec.Workers(pin=True)",
-    "max_running": "Pass workers=jaxvec.Workers(max_running=...)",
-    "state_functions": "Pass states=jaxvec.States(max=..., functions=...)",
-    "start_timeout": "Pass timeouts=jaxvec.Timeouts(start=...)",
-    "reset_timeout": "Pass timeouts=jaxvec.Timeouts(reset=...)",
-    "step_timeout": "Pass timeouts=jaxvec.Timeouts(step=...)",
-    "episodic": 'Pass autoreset_mode="EPISODIC"',
-    "sharding": "Pass it as device",
-    "transport": "Set jaxvec.config.transport",
-    "handoff": "Set jaxvec.config.dispatch",
-    "see_through": "Set jaxvec.config.wrapper_bypass",
-}
-
 
 def make(
     env: str | EnvSpec | Callable[..., Any] | Iterable[Callable[..., Any]],
@@ -277,19 +258,18 @@ def make(
 
 
 def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
-    """Rejects misspelt options, moved options, and options of other libraries, unless the env takes them."""
-    elsewhere = _ELSEWHERE | _MOVED
-    known = {*inspect.signature(make).parameters, *elsewhere} - {"env_kwargs"}
+    """Rejects misspelt options and options of other libraries, unless the env takes them."""
+    known = {*inspect.signature(make).parameters, *_ELSEWHERE} - {"env_kwargs"}
     for name in env_kwargs:
         meant = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if name not in elsewhere and not meant:
+        if name not in _ELSEWHERE and not meant:
             continue
         taken = constructors.takes(env, name)
         if taken or (taken is None and name in _ELSEWHERE):
             continue
-        advice = elsewhere.get(name) or f"Did you mean {meant[0]!r}?"
-        if name not in elsewhere and meant[0] in elsewhere:
-            advice += f" {elsewhere[meant[0]]}"
+        advice = _ELSEWHERE.get(name) or f"Did you mean {meant[0]!r}?"
+        if name not in _ELSEWHERE and meant[0] in _ELSEWHERE:
+            advice += f" {_ELSEWHERE[meant[0]]}"
         # `taken` is None for a function with **kwargs, which might accept the keyword.
         also = "the env does not accept it either" if taken is False else "env arguments go in env_configs"
         raise TypeError(f"make() got an unexpected option {name!r} ({also}). {advice}")
