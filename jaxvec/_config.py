@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
@@ -480,23 +479,7 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A snapshot of `jaxvec.config`, which each pool takes when it is made."""
-
-    transport: Transport = "auto"
-    dispatch: Dispatch = "auto"
-    wrapper_bypass: bool = True
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _check_choice(f"jaxvec.config.{name}", value, _SETTINGS[name])
-
-
-# Overrides of the current thread or asyncio task, like JAX's own: other threads don't see them.
-_overrides: ContextVar[Mapping[str, Any]] = ContextVar("jaxvec.config.override", default={})  # noqa: B039
-
-
+@dataclass
 class Config:
     """Settings for tests and bug reports. `jaxvec.config` holds those of this process.
 
@@ -522,44 +505,26 @@ class Config:
         ```
     """
 
-    transport: Transport
-    dispatch: Dispatch
-    wrapper_bypass: bool
-
-    def __init__(self, settings: Settings) -> None:
-        vars(self)["_settings"] = settings
-
-    def current(self) -> Settings:
-        """Returns the settings for a pool made now by this thread."""
-        return replace(vars(self)["_settings"], **_overrides.get())
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _SETTINGS:
-            raise AttributeError(f"jaxvec.config has no setting {name!r}, only {', '.join(_SETTINGS)}")
-        return getattr(self.current(), name)
+    transport: Transport = "auto"
+    dispatch: Dispatch = "auto"
+    wrapper_bypass: bool = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTINGS:
             raise AttributeError(f"jaxvec.config has no setting {name!r}, only {', '.join(_SETTINGS)}")
-        vars(self)["_settings"] = replace(vars(self)["_settings"], **{name: value})
-
-    def __dir__(self) -> Iterable[str]:
-        return [*super().__dir__(), *_SETTINGS]
-
-    def __repr__(self) -> str:
-        return repr(self.current()).replace("Settings", "jaxvec.config", 1)
+        _check_choice(f"jaxvec.config.{name}", value, _SETTINGS[name])
+        super().__setattr__(name, value)
 
     @contextmanager
     def override(self, **settings: Any) -> Generator[None]:
-        """Changes settings within a `with` block, only for this thread or asyncio task."""
-        for name in settings:
-            getattr(self, name)  # raises for a setting that doesn't exist
-        Settings(**settings)  # raises for a value that isn't allowed
-        token = _overrides.set({**_overrides.get(), **settings})
+        """Changes settings within a `with` block, for all threads."""
+        before = {**vars(self)}
         try:
+            for name, value in settings.items():
+                setattr(self, name, value)
             yield
         finally:
-            _overrides.reset(token)
+            vars(self).update(before)
 
 
 def _from_environ() -> Config:
@@ -570,7 +535,7 @@ def _from_environ() -> Config:
             values = {str(value).lower(): value for value in allowed}
             _check_choice(variable, text, tuple(values))
             given[name] = values[text]
-    return Config(Settings(**given))
+    return Config(**given)
 
 
 config: Config = _from_environ()
@@ -598,7 +563,7 @@ class PoolConfig:
     Attributes:
         workers: Options of the workers. Its `num` is set to `num_workers`, if given.
         states: Options of saved states; a number is converted to `States`.
-        settings: Snapshot of `jaxvec.config`.
+        settings: Copy of `jaxvec.config`.
     """
 
     num_workers: int | None = None
@@ -619,7 +584,7 @@ class PoolConfig:
     reset_options: spaces.Dict | None = None
     states: States = States()
     timeouts: Timeouts = Timeouts()
-    settings: Settings = field(default_factory=lambda: config.current())
+    settings: Config = field(default_factory=lambda: replace(config))
 
     def __post_init__(self) -> None:
         for name, part in (("workers", Workers), ("timeouts", Timeouts)):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import runpy
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import gymnasium
@@ -15,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from support import disasters, probe
+from support import probe
 
 import jaxvec
 from jaxvec import _config
@@ -184,7 +182,7 @@ def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch)
     monkeypatch.setenv("JAXVEC_TRANSPORT", "IO_callback")
     monkeypatch.setenv("JAXVEC_WRAPPER_BYPASS", "false")
     settings = _config._from_environ()
-    assert settings.current() == _config.Settings("io_callback", "auto", wrapper_bypass=False)
+    assert settings == _config.Config("io_callback", "auto", wrapper_bypass=False)
     monkeypatch.setenv("JAXVEC_DISPATCH", "pigeon")
     with pytest.raises(
         ValueError, match="JAXVEC_DISPATCH must be one of auto, native, portable, not 'pigeon'"
@@ -406,22 +404,12 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     assert asked[3:] == []
 
 
-def test_config_overrides_are_of_their_thread():
+def test_config_override_ends_with_its_block_also_after_errors():
     before = repr(jaxvec.config)
-    inside, ended = threading.Event(), threading.Event()
-
-    def override_meanwhile():
-        with jaxvec.config.override(transport="io_callback"):
-            inside.set()
-            assert ended.wait(disasters.PATIENCE)
-            return jaxvec.config.transport
-
-    with ThreadPoolExecutor(1) as threads:
-        with jaxvec.config.override(dispatch="portable"):
-            other = threads.submit(override_meanwhile)
-            assert inside.wait(disasters.PATIENCE)
-            assert jaxvec.config.transport == "auto"
-        ended.set()
-        assert other.result() == "io_callback"
-        assert threads.submit(repr, jaxvec.config).result() == before
+    with pytest.raises(ValueError, match=r"config.dispatch must be one of auto, native, portable, not 'x'"):
+        with jaxvec.config.override(transport="io_callback", dispatch="x"):
+            pass
+    assert repr(jaxvec.config) == before
+    with jaxvec.config.override(transport="io_callback"), jaxvec.config.override(dispatch="portable"):
+        assert (jaxvec.config.transport, jaxvec.config.dispatch) == ("io_callback", "portable")
     assert repr(jaxvec.config) == before
