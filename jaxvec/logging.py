@@ -53,8 +53,11 @@ _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
 class Episodes(NamedTuple):
     """Statistics of the latest episodes; a pytree that a compiled loop carries.
 
+    Episodes that a fault has cut (`info["fault"]`) do not count.
+
     Attributes:
-        last: Dict of the latest values, float32 `[window]`, unordered; NaN while fewer episodes have ended.
+        last: Dict of the latest values, float32 `[window]`, unordered. The key `_name` has the mask of
+            `name`: 1 where an episode has ended that has the value, else 0.
         total: Number of episodes that have ended, int32 `[]`.
 
     Example:
@@ -77,42 +80,53 @@ class Episodes(NamedTuple):
         """Returns statistics without episodes.
 
         Args:
-            infos: Keys of scalar infos that `make(info=...)` declares, to average over episode ends.
+            infos: Keys of scalar infos that `make(info=...)` declares, to average over the episode ends that
+                have them.
             window: Number of episodes to average over.
         """
         names = ("episode_return", "episode_length", *infos)
-        return cls({name: jnp.full(window, jnp.nan) for name in names}, jnp.int32(0))
+        return cls({key: jnp.zeros(window) for name in names for key in (name, f"_{name}")}, jnp.int32(0))
 
     def add(self, timestep: TimeStep) -> Self:
         """Adds the episodes that ended.
 
         Args:
-            timestep: Result of a step; or of several steps, with leaves `[num_steps, num_envs]`.
+            timestep: Result of a step; or of several steps, with leaves `[num_steps, num_envs]`. Not that of
+                a reset with a mask, which repeats the latest results of the other envs.
 
         Raises:
             ValueError: An info is not declared, or is not one number per env.
         """
         done = timestep.terminated | timestep.truncated
+        for mark in ("idle", "fault"):
+            done = done & ~jnp.asarray(timestep.info.get(mark, False))
         ends: dict[str, Any] = {**timestep.info, **timestep.info.get("final_info", {})}
         window = next(iter(self.last.values())).size
         rank = jnp.cumsum(done.reshape(-1))  # from 1, among the episodes that ended
         newest = done.reshape(-1) & (rank > rank[-1] - window)
         slot = jnp.where(newest, (self.total + rank - 1) % window, window)  # `window`: dropped
-        columns: list[jax.Array] = []
-        for name in self.last:
+        columns: dict[str, Any] = {}
+        for name in self._names:
             if name not in ends or jnp.shape(ends[name]) != done.shape:
                 found = jnp.shape(ends[name]) if name in ends else "no such key; declare it in make"
                 raise ValueError(f"info {name!r}: expected one number per env, {done.shape}, got {found}")
-            columns.append(ends[name].reshape(-1).astype(jnp.float32))
+            columns |= {name: ends[name], f"_{name}": ends.get(f"_{name}", done)}
         # One scatter for all statistics takes less time than one for each.
         before = jnp.stack(list(self.last.values()), axis=1)
-        after = before.at[slot].set(jnp.stack(columns, axis=1), mode="drop")
+        ended = [columns[key].reshape(-1).astype(jnp.float32) for key in self.last]
+        after = before.at[slot].set(jnp.stack(ended, axis=1), mode="drop")
         last = dict(zip(self.last, after.T, strict=True))
         return type(self)(last, self.total + rank[-1].astype(jnp.int32))
 
     def means(self) -> dict[str, jax.Array]:
-        """Returns the mean of each statistic, NaN without episodes, and the number of `episodes` so far."""
-        return {"episodes": self.total, **{name: jnp.nanmean(each) for name, each in self.last.items()}}
+        """Returns the mean of each statistic, NaN without values, and the number of `episodes` so far."""
+        last = self.last
+        means = {name: last[name].mean(where=last[f"_{name}"] > 0) for name in self._names}
+        return {"episodes": self.total, **means}
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name in self.last if f"_{name}" in self.last]
 
 
 def play_episodes(
@@ -134,6 +148,7 @@ def play_episodes(
 
     Returns:
         Mean return of the episodes, `[]` float32. If the envs have several rewards, it is also their mean.
+        Episodes that a fault has cut do not count.
 
     Example:
         ```python
@@ -154,7 +169,8 @@ def play_episodes(
         return memory, *step(handle, action), number + 1
 
     _, _, timestep, _ = jax.lax.while_loop(unfinished, body, (memory, handle, timestep, 0))
-    return timestep.info["episode_return"].mean()
+    cut = jnp.asarray(timestep.info.get("fault", False))
+    return timestep.info["episode_return"].T.mean(where=~cut)  # the last axis is that of the envs
 
 
 class Run:

@@ -261,7 +261,8 @@ def evaluate(
     """Plays one episode in each of `num_episodes` envs, also inside a program that trains, and under `vmap`.
 
     It replaces evaluations by `vmap` of a `while_loop`, such as rejax's, in which an env can't wait for the
-    others after its episode. Here it continues with the next episode, which is not counted.
+    others after its episode. Here it continues with the next episode, which is not counted. An episode that a
+    fault has cut (`info["fault"]`) is not counted either, but the next one is.
 
     Args:
         act: Function of one observation and a key that returns an action.
@@ -296,7 +297,8 @@ def evaluate(
         obs, state, *_, info = jax.vmap(env.step, (None, 0, 0))(key, state, action)
         lengths = jnp.where(over, lengths, info["episode_length"])
         returns = jnp.where(over, returns, info["episode_return"].astype(np.float32))
-        return key, obs, state, over | info["terminated"] | info["truncated"], lengths, returns
+        ended = (info["terminated"] | info["truncated"]) & ~jnp.asarray(info.get("fault", False))
+        return key, obs, state, over | ended, lengths, returns
 
     start = key, obs, state, zeros.astype(np.bool_), zeros, zeros.astype(np.float32)
     return jax.lax.while_loop(lambda carry: ~_all(carry[3]), play, start)[-2:]

@@ -298,6 +298,22 @@ def test_evaluate_plays_the_episodes_of_gymnasium():
     assert len(set(lengths.tolist())) > 1
 
 
+class FragileOnceEnv(CountingEnv):
+    """Fails in the second step of its first episode."""
+
+    def step(self, action):
+        if self.resets == 1 and self.steps == 1:
+            raise ValueError("lost")
+        return super().step(action)
+
+
+def test_evaluate_plays_again_after_a_fault():
+    policy = jaxvec.Restart(rate=None)
+    with gymnax.make(FragileOnceEnv, episode_length=3, on_fault=policy)[0] as env:
+        lengths, returns = gymnax.evaluate(lambda obs, key: jnp.int32(0), KEY, env, 2)
+    assert (lengths.tolist(), returns.tolist()) == ([3, 3], [6, 6])
+
+
 def test_evaluate_under_vmap_is_evaluate_of_each_key():
     keys = jax.random.split(KEY, 3)
     with gymnax.make("CartPole-v1", max_episode_steps=60)[0] as env:

@@ -15,6 +15,7 @@ from support.runs import load_params
 
 import jaxvec
 from jaxvec.logging import Episodes, Run, play_episodes
+from jaxvec.testing import CountingEnv
 
 
 class LivesEnv(gymnasium.Wrapper):
@@ -72,6 +73,139 @@ def test_episodes_are_those_of_gymnasium(window):
         with pytest.raises(ValueError, match=r"info 'speed': expected one number per env, .*no such key"):
             Episodes.create(["speed"]).add(timestep)
         assert np.isnan(Episodes.create().add(timestep).means()["episode_return"])
+
+
+HARM = 3
+
+
+class PatchyEnv(CountingEnv):
+    """Has the info `score` in the last step of every second episode, and fails in a step with `HARM`."""
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes = 0 if seed is not None else self.episodes + 1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if action == HARM:
+            raise ValueError("harm")
+        obs, reward, terminated, truncated, _ = super().step(action)
+        has_score = truncated and self.episodes % 2
+        return obs, reward + action, terminated, truncated, {"score": 10.0 + action} if has_score else {}
+
+
+def play_patchy(length, seed, actions, resets, mode):
+    """Yields `(step, return, length, score or None)` of the episodes that an env alone ends."""
+    env = gymnasium.wrappers.RecordEpisodeStatistics(PatchyEnv(length, truncate=True))
+    env.reset(seed=seed)
+    over = False
+    for step, (action, reset) in enumerate(zip(actions, resets, strict=True)):
+        if over and mode == "NEXT_STEP":
+            env.reset()
+            over = False
+        elif not over and action == HARM:
+            over = True
+        elif not over:
+            *_, over, info = env.step(action)
+            if over:
+                yield step, info["episode"]["r"], info["episode"]["l"], info.get("score")
+        if over and mode == "SAME_STEP":
+            env.reset()
+            over = False
+        if reset or (over and mode == "DISABLED"):
+            env.reset()
+            over = False
+
+
+@pytest.mark.parametrize("harms", [False, True])
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED", "EPISODIC"])
+def test_episodes_are_counted_as_in_a_plain_loop(make, mode, harms):
+    """Idle steps, missing infos, resets by a mask and faults do not change the statistics."""
+    lengths, num_steps = [2, 5, 3], 40
+    actions = np.random.default_rng(1).integers(0, HARM, (num_steps, 3))
+    if harms:
+        actions[[6, 13, 14, 30], [0, 1, 1, 2]] = HARM
+    resets = np.zeros((num_steps, 3), bool)
+    resets[7::8] = [True, True, False] if mode != "EPISODIC" else True
+    expected = sorted(
+        end
+        for number, length in enumerate(lengths)
+        for end in play_patchy(length, 5, actions[:, number], resets[:, number], mode)
+    )
+
+    @jax.jit
+    def play(handle):
+        def body(carry, turn):
+            handle, episodes = carry
+            action, reset = turn
+            handle, timestep = jaxvec.step(handle, action)
+            if mode == "DISABLED":
+                reset |= timestep.terminated | timestep.truncated
+            handle, _ = jaxvec.reset(handle, mask=reset)
+            return (handle, episodes.add(timestep)), timestep
+
+        start = Episodes.create(["score"])
+        (_, episodes), timesteps = jax.lax.scan(body, (handle, start), (actions, resets))
+        return episodes, start.add(timesteps)
+
+    options = {"on_fault": jaxvec.Restart(rate=None, max_restarts=None)} if harms else {}
+    options |= {"env_configs": [{"episode_length": length} for length in lengths], "truncate": True}
+    envs = make(PatchyEnv, 3, num_workers=1, autoreset_mode=mode, info={"score": float}, **options)
+    found = [*play(jaxvec.reset(envs, seed=[5] * 3)[0]), Episodes.create(["score"])]
+    envs.reset(seed=[5] * 3)
+    for action, reset in zip(actions, resets, strict=True):
+        timestep = envs.step(action)
+        found[2] = found[2].add(timestep)
+        if (mask := reset | ((mode == "DISABLED") & (timestep.terminated | timestep.truncated))).any():
+            envs.reset(mask=mask)
+    _, returns, ends, scores = zip(*expected, strict=True)
+    scores = [score for score in scores if score is not None]
+    assert len(expected) > len(scores) > 0
+    for episodes in found:
+        assert episodes.total == len(expected)
+        means = episodes.means()
+        for name, values in (("episode_return", returns), ("episode_length", ends), ("score", scores)):
+            assert means[name] == pytest.approx(np.mean(values), rel=1e-6), name
+
+
+def test_episodes_of_first_ready_batches_are_counted(make):
+    options = {"num_workers": 2, "batch_size": 2, "info": {"score": float}}
+    envs = make(PatchyEnv, 4, episode_length=2, truncate=True, **options)
+    timestep, episodes = envs.reset(seed=[5] * 4), Episodes.create(["score"])
+    returns, scores = [], []
+    for _ in range(30):
+        envs.send(timestep.info["env_id"] % 3, timestep.info["env_id"])
+        timestep = envs.recv()
+        episodes = episodes.add(timestep)
+        returns += timestep.info["episode_return"][timestep.truncated].tolist()
+        final = timestep.info["final_info"]
+        scores += final["score"][final["_score"]].tolist()
+    means = episodes.means()
+    assert means["episodes"] == len(returns) > len(scores) > 0
+    assert means["episode_return"] == pytest.approx(np.mean(returns))
+    assert means["score"] == pytest.approx(np.mean(scores))
+
+
+def test_a_nan_in_a_return_is_not_hidden(make):
+    class Broken(CountingEnv):
+        def step(self, action):
+            obs, reward, *rest = super().step(action)
+            return obs, reward if action else float("nan"), *rest
+
+    envs = make(Broken, 2, episode_length=2, num_workers=1)
+    envs.reset(seed=0)
+    episodes = Episodes.create().add(envs.step([0, 1])).add(envs.step([1, 1]))
+    assert np.isnan(episodes.means()["episode_return"])
+    assert episodes.means()["episode_length"] == 2
+
+
+def test_a_cut_episode_is_not_part_of_an_evaluation(make):
+    options = {"autoreset_mode": "EPISODIC", "on_fault": "restart", "num_workers": 1}
+    envs = make(PatchyEnv, 2, episode_length=2, truncate=True, **options)
+
+    def act(memory, timestep):
+        return memory + 1, jnp.array([HARM, 1]) * memory
+
+    assert play_episodes(act, 0, *jaxvec.reset(envs, seed=0)) == 1 + 2 + 1
 
 
 def rows_of(folder):
