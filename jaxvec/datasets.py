@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +23,7 @@ class Episode(NamedTuple):
 
     Leaves are `[length, ...]`. In `observations` and `infos`, which start with those of the reset, they are
     `[length + 1, ...]`. `infos` has the declared keys and their masks. `seed` and `options` are `None` if the
-    env reset itself.
+    env reset itself. An episode that a fault or a reset has cut is truncated after its last step.
     """
 
     seed: int | None
@@ -51,7 +53,7 @@ class Recorder:
     """
 
     def __init__(self, envs: VectorEnv, timestep: TimeStep, *, seed: Any = None, options: Any = None) -> None:
-        """Starts with a reset of all envs. After another reset of all envs, make a new recorder.
+        """Starts with a reset of all envs.
 
         Args:
             envs: The pool.
@@ -60,22 +62,22 @@ class Recorder:
             options: Options of the reset, to be recorded: a dict, one per env, or `None`.
 
         Raises:
-            ValueError: The pool has `batch_size`, no `final_obs`, or `autoreset_mode="DISABLED"`.
+            ValueError: The pool has `batch_size`, or no `final_obs`.
         """
         self._spec, num_envs = envs.spec, envs.num_envs
         self._same_step = self._spec.autoreset is Autoreset.SAME_STEP
-        ends = self._spec.has_final_obs if self._same_step else self._spec.autoreset is not Autoreset.DISABLED
-        if self._spec.first_ready or not ends:
-            raise ValueError("a Recorder needs a pool with autoreset, with final_obs and without batch_size")
-        seeds = expand_seeds(seed, num_envs)
-        each = expand_options(options, np.arange(num_envs), num_envs) or [None] * num_envs
-        given = [None if seeds is None or seeds[i] == NO_SEED else int(seeds[i]) for i in range(num_envs)]
-        self._resets: list[Any] = [*zip(given, each, strict=True)]  # seeds and options of running episodes
-        no_action = build(self._spec.action, lambda leaf: np.zeros((num_envs, *leaf.shape), leaf.stored))
-        rows = self._rows(no_action, jax.device_get(timestep))
+        if self._spec.first_ready or (self._same_step and not self._spec.has_final_obs):
+            raise ValueError("a Recorder needs a pool with final_obs and without batch_size")
+        self._no_action = build(
+            self._spec.action, lambda leaf: np.zeros((num_envs, *leaf.shape), leaf.stored)
+        )
         # Rows of each env's running episode, in pieces. The first row is the reset.
-        self._pieces = [[_part(rows, [env_id])] for env_id in range(num_envs)]
-        self._chunks: list[tuple[Any, TimeStep[Any]]] = []  # steps that `take` has not split yet
+        self._pieces: list[list[Any]] = [[] for _ in range(num_envs)]
+        self._resets: list[Any] = [(None, None)] * num_envs  # seeds and options of running episodes
+        self._last = np.zeros((4, num_envs), np.int_)  # `_progress` of the latest rows
+        # The calls of `_split` and `_restart` that `take` will make.
+        self._waiting: list[Callable[[list[Episode]], None]] = []
+        self.add_reset(timestep, seed=seed, options=options)
 
     def add(self, action: Any, timestep: TimeStep) -> None:
         """Records steps of all envs. Waits until the program has computed them.
@@ -83,9 +85,34 @@ class Recorder:
         Args:
             action: Pytree of the actions, with leaves `[num_envs, ...]` or `[num_steps, num_envs, ...]`.
             timestep: Results of these steps, with the same axes.
+
+        Raises:
+            ValueError: An env was reset or restored before one of the steps, and `add_reset` was not called.
         """
         steps = jax.device_get((action, timestep))
-        self._chunks.append(_part(steps, None) if timestep.terminated.ndim == 1 else steps)
+        actions, timesteps = _part(steps, None) if timestep.terminated.ndim == 1 else steps
+        self._check_lengths(timesteps)
+        self._waiting.append(partial(self._split, actions, timesteps))
+
+    def add_reset(
+        self, timestep: TimeStep, mask: Any = None, *, seed: Any = None, options: Any = None
+    ) -> None:
+        """Records a reset or restore of all or some envs. Episodes that it ends are truncated.
+
+        Args:
+            timestep: Result of the reset, with leaves `[num_envs, ...]`.
+            mask: The envs that were reset, `[num_envs]` bool; `None` for all.
+            seed: Seed of the reset, to be recorded: an int, one per env, or `None`.
+            options: Options of the reset, to be recorded: a dict, one per env, or `None`.
+        """
+        num_envs = len(self._pieces)
+        timestep, mask = jax.device_get((timestep, np.ones(num_envs, np.bool_) if mask is None else mask))
+        seeds = expand_seeds(seed, num_envs)
+        each = expand_options(options, np.arange(num_envs), num_envs) or [None] * num_envs
+        given = [None if seeds is None or seeds[i] == NO_SEED else int(seeds[i]) for i in range(num_envs)]
+        resets, rows = [*zip(given, each, strict=True)], self._rows(self._no_action, timestep)
+        self._waiting.append(partial(self._restart, mask, rows, resets))
+        self._last = np.where(mask, _progress(timestep), self._last)
 
     def take(self, *, cut: bool = False) -> list[Episode]:
         """Returns the episodes that have ended since the last call.
@@ -94,37 +121,75 @@ class Recorder:
             cut: Whether to end the recording: running episodes are truncated, and returned, too.
         """
         episodes: list[Episode] = []
-        for action, timestep in self._chunks:
-            final, last_obs = merge_final_info(timestep, np), pop_final_obs(timestep, np)[1]
-            steps = self._rows(action, final if last_obs is None else final._replace(obs=last_obs))
-            starts = self._rows(action, timestep)  # of the episodes after an end
-            done = timestep.terminated | timestep.truncated
-            idle = timestep.info.get("idle", np.zeros_like(done))  # steps after an end, with `EPISODIC`
-            for env_id, pieces in enumerate(self._pieces):
-                start = 0
-                for stop in 1 + np.flatnonzero(done[:, env_id] & ~idle[:, env_id]):
-                    pieces.append(_part(steps, (slice(start, stop), env_id)))
-                    episodes.append(self._end(env_id))
-                    if self._same_step:
-                        pieces.append(_part(starts, (slice(stop - 1, stop), env_id)))
-                    start = stop
-                pieces.append(_part(steps, (slice(start, len(idle) - idle[:, env_id].sum()), env_id)))
-        self._chunks = []
-        for env_id, pieces in enumerate(self._pieces):
-            if cut and sum(len(rewards) for _, rewards, *_ in pieces) > 1:
-                episodes.append(self._end(env_id))
-                episodes[-1].truncations[-1] = True
+        for split in self._waiting:
+            split(episodes)
+        self._waiting = []
+        if cut:
+            for env_id in range(len(self._pieces)):
+                self._end(env_id, episodes, cut=True)
         return episodes
+
+    def _split(self, action: Any, timestep: TimeStep[Any], episodes: list[Episode]) -> None:
+        """Adds steps `[num_steps, num_envs, ...]` to the running episodes."""
+        final, last_obs = merge_final_info(timestep, np), pop_final_obs(timestep, np)[1]
+        steps = self._rows(action, final if last_obs is None else final._replace(obs=last_obs))
+        starts = self._rows(action, timestep)  # of the episodes after an end
+        _, over, fault, idle = _progress(timestep)
+        for env_id, pieces in enumerate(self._pieces):
+            start = 0
+            for end in np.flatnonzero(over[:, env_id] > idle[:, env_id]):
+                # The row of a fault is no step of the env.
+                cut = bool(fault[end, env_id])
+                pieces.append(_part(steps, (slice(start, end + 1 - cut), env_id)))
+                self._end(env_id, episodes, cut=cut)
+                start = end + 1
+                if self._same_step:
+                    pieces.append(_part(starts, (slice(end, start), env_id)))
+            pieces.append(_part(steps, (slice(start, len(idle) - idle[:, env_id].sum()), env_id)))
+
+    def _restart(self, mask: Any, rows: Any, resets: list[Any], episodes: list[Episode]) -> None:
+        for env_id in np.flatnonzero(mask).tolist():
+            self._end(env_id, episodes, cut=True)
+            self._pieces[env_id].append(_part(rows, [env_id]))
+            self._resets[env_id] = resets[env_id]
+
+    def _check_lengths(self, timestep: TimeStep[Any]) -> None:
+        """Raises if the lengths of episodes show that an env was reset or restored between the steps."""
+        rows = np.concatenate([self._last[:, None], _progress(timestep)], axis=1)
+        (before, was_over, was_fault, _), (length, _, fault, idle) = rows[:, :-1], rows[:, 1:]
+        first = {Autoreset.SAME_STEP: 1, Autoreset.NEXT_STEP: 0}.get(self._spec.autoreset, -1)
+        expected = np.where(was_over, first, before + 1) - fault
+        # After a fault, an env may also continue from a saved state.
+        wrong = (length != np.where(idle, before, expected)) & (was_fault == 0)
+        if wrong.any():
+            step, env_id = np.argwhere(wrong)[0]
+            raise ValueError(
+                f"env {env_id} was reset or restored before step {step} of these: its episode now has length "
+                f"{length[step, env_id]}; pass the result of every reset or restore to add_reset"
+            )
+        self._last = rows[:, -1]
 
     def _rows(self, action: Any, timestep: TimeStep[Any]) -> Any:
         infos = {name: timestep.info[name] for name in self._spec.declared.keys}
         return action, *timestep[1:4], timestep.obs, infos
 
-    def _end(self, env_id: int) -> Episode:
-        *steps, obs, infos = jax.tree.map(lambda *parts: np.concatenate(parts), *self._pieces[env_id])
-        reset, self._resets[env_id] = self._resets[env_id], (None, None)
-        self._pieces[env_id].clear()
-        return Episode._make([*reset, obs, *_part(steps, slice(1, None)), infos])
+    def _end(self, env_id: int, episodes: list[Episode], *, cut: bool) -> None:
+        """Adds the running episode of an env to `episodes`, if it has steps; truncated if it is `cut`."""
+        pieces, (seed, options) = self._pieces[env_id], self._resets[env_id]
+        self._resets[env_id] = (None, None)
+        if sum(len(rewards) for _, rewards, *_ in pieces) > 1:
+            *steps, obs, infos = jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)
+            episode = Episode._make([seed, options, obs, *_part(steps, slice(1, None)), infos])
+            episode.truncations[-1] |= cut
+            episodes.append(episode)
+        pieces.clear()
+
+
+def _progress(timestep: TimeStep[Any]) -> NDArray[np.int_]:
+    """Returns `[4, ...]`: the lengths of episodes, and the marks of ends, of faults and of idle rows."""
+    over = timestep.terminated | timestep.truncated
+    marks = (timestep.info.get(name, np.zeros_like(over)) for name in ("fault", "idle"))
+    return np.stack([timestep.info["episode_length"], over, *marks])
 
 
 def _part(tree: Any, index: Any) -> Any:

@@ -139,11 +139,134 @@ def test_seeds_and_options_belong_to_the_first_episodes():
     assert [one.observations[:, 3].tolist() for one in episodes] == [[-1, 7, 7], [-1, 8, 8]] * 2
 
 
-@pytest.mark.parametrize("options", [{"autoreset_mode": "DISABLED"}, {"final_obs": False}, {"batch_size": 1}])
+HARM = 9
+
+
+class FragileEnv(CountingEnv):
+    """Fails in a step with `HARM`, and has an info in the last steps of episodes."""
+
+    def step(self, action):
+        if action == HARM:
+            raise ValueError("harm")
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"score": reward} if terminated else {}
+
+
+def play_fragile(length, seed, actions, resets, mode):
+    """Yields the episodes of an env played alone, as `(seed, observations, actions, truncated)`."""
+    env = FragileEnv(length)
+    given, observations, sent, over = seed, [env.reset(seed=seed)[0]], [], False
+
+    def end(truncated):
+        nonlocal given, observations, sent
+        if sent:
+            yield given, np.array(observations), sent, truncated
+        given, observations, sent = None, [], []
+
+    for action, reset in zip(actions, resets, strict=True):
+        if over:
+            if mode == "NEXT_STEP":
+                observations, over = [env.reset()[0]], False
+        elif action == HARM:
+            yield from end(truncated=True)
+            over = True
+        else:
+            obs, _, over, _, _ = env.step(action)
+            observations.append(obs)
+            sent.append(action)
+            if over:
+                yield from end(truncated=False)
+        if over and mode == "SAME_STEP":
+            observations, over = [env.reset()[0]], False
+        if reset or (over and mode == "DISABLED"):
+            yield from end(truncated=True)
+            given, observations, over = seed + 10, [env.reset(seed=seed + 10)[0]], False
+    yield from end(truncated=True)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "DISABLED"])
+def test_resets_by_mask_and_faults_lose_no_transition(make, mode):
+    lengths, num_steps = [2, 5, 3], 40
+    actions = np.random.default_rng(1).integers(0, 4, (num_steps, 3))
+    actions[[0, 6, 13, 14, 30], [0, 0, 1, 1, 2]] = HARM
+    resets = np.zeros((num_steps, 3), bool)
+    resets[7::8] = [True, True, False] if mode != "EPISODIC" else True
+    resets[17] = True
+    options = {"env_configs": [{"episode_length": length} for length in lengths], "autoreset_mode": mode}
+    policy = jaxvec.Restart(rate=None, max_restarts=None)
+    envs = make(FragileEnv, 3, num_workers=1, on_fault=policy, info={"score": float}, **options)
+    recorder = Recorder(envs, envs.reset(seed=0), seed=0)
+    waiting = []
+    for action, reset in zip(actions, resets, strict=True):
+        timestep = envs.step(action)
+        waiting.append((action, timestep))
+        mask = reset | ((mode == "DISABLED") & (timestep.terminated | timestep.truncated))
+        if mask.any():  # adds the steps before it at once
+            recorder.add(*jax.tree.map(lambda *parts: np.stack(parts), *waiting))
+            waiting = []
+            recorder.add_reset(envs.reset(seed=10, mask=mask), mask, seed=10)
+    if waiting:
+        recorder.add(*jax.tree.map(lambda *parts: np.stack(parts), *waiting))
+    found = recorder.take(cut=True)
+    for number, length in enumerate(lengths):
+        expected = play_fragile(length, number, actions[:, number], resets[:, number], mode)
+        for seed, observations, sent, truncated in expected:
+            (episode,) = [
+                one
+                for one in found
+                if one.observations.tolist() == observations.tolist()
+                and one.actions.tolist() == sent
+                and one.seed == seed
+            ]
+            found = [one for one in found if one is not episode]
+            assert episode.rewards.tolist() == [*range(1, len(sent) + 1)]
+            assert (episode.truncations[-1], episode.terminations[-1]) == (truncated, not truncated)
+            assert not (episode.truncations | episode.terminations)[:-1].any()
+            has_score = np.arange(len(sent) + 1) == (-1 if truncated else len(sent))
+            assert episode.infos["_score"].tolist() == has_score.tolist()
+    assert found == []
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "EPISODIC", "DISABLED"])
+def test_a_reset_that_was_not_recorded_is_an_error(make, mode):
+    envs = make(CountingEnv, 2, episode_length=4, autoreset_mode=mode, num_workers=1)
+    recorder = Recorder(envs, envs.reset(seed=0), seed=0)
+    action = np.array([0, 1])
+    recorder.add(action, envs.step(action))
+    envs.reset(mask=np.array([False, True]))
+    timestep = envs.step(action)
+    with pytest.raises(ValueError, match=r"env 1 was reset or restored .* pass .* to add_reset"):
+        recorder.add(action, timestep)
+    (first, second) = recorder.take(cut=True)
+    assert (len(first.rewards), len(second.rewards)) == (1, 1)
+
+
+def test_a_restored_state_starts_an_episode(make):
+    envs = make(CountingEnv, 2, episode_length=4, states=2, num_workers=1)
+    handle, first = jaxvec.reset(envs, seed=0)
+    recorder, actions = Recorder(envs, first), np.array([[1, 2], [3, 4], [5, 6]])
+    handle, timestep = jaxvec.step(handle, actions[0])
+    recorder.add(actions[0], timestep)
+    handle, states = jaxvec.save(handle)
+    handle, timestep = jaxvec.step(handle, actions[1])
+    recorder.add(actions[1], timestep)
+    handle, timestep = jaxvec.restore(handle, states)
+    recorder.add_reset(timestep)
+    handle, timestep = jaxvec.step(handle, actions[2])
+    recorder.add(actions[2], timestep)
+    assert [one.observations[:, 3].tolist() for one in recorder.take(cut=True)] == [
+        [-1, 1, 3],
+        [-1, 2, 4],
+        [1, 5],
+        [2, 6],
+    ]
+
+
+@pytest.mark.parametrize("options", [{"final_obs": False}, {"batch_size": 1}])
 def test_pools_without_whole_episodes_are_refused(options):
     with jaxvec.make(CountingEnv, 2, **options) as envs:
         first = envs.reset(seed=0)
-        with pytest.raises(ValueError, match="a Recorder needs a pool with autoreset, with final_obs"):
+        with pytest.raises(ValueError, match="a Recorder needs a pool with final_obs and without batch_size"):
             Recorder(envs, first)
 
 
