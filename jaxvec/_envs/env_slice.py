@@ -220,6 +220,8 @@ class EnvSlice(Slice):
                 if self._flight is not None:
                     self._flight.record_failure(failure)
                 raise failure from error
+        if self._flight is not None:
+            self._flight.check()
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
@@ -407,6 +409,8 @@ class EnvSlice(Slice):
         if self._episodes.state[index] != UNRESET:
             self._rows.final.clear(index)
             return obs, info
+        if self._flight is not None:
+            self._flight.check_end(index, obs)
         # Write before the reset: an env may reuse its observation's and its info's memory.
         self._final_infos[index] = {key: _copied(value) for key, value in info.items()}
         self._rows.final.write(index, obs, self._final_infos[index])

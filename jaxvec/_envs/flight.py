@@ -18,7 +18,7 @@ import pdb
 import pickle
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +80,11 @@ class FlightRecorder:
         self._begins = [memoryview(begin) for begin in arrays["flight_begin",][mine]]
         # For each env: the env, its innermost env, that one's generator, and a view of its memory.
         self._generators: list[tuple[Any, ...]] = [(None, None, None, None)] * len(env_fns)
-        results = [leaf for node in (spec.obs, spec.reward) for leaf in leaves(node)]
-        self._results = [arrays[leaf.path][mine] for leaf in results if leaf.stored.kind == "f"]
+        obs = [arrays[leaf.path][mine] for leaf in leaves(spec.obs) if leaf.stored.kind == "f"]
+        self._obs, self._rewards = obs, arrays[spec.reward.path][mine]
         # Of the slice, flat, to find a number that is not finite by one product.
-        self._floats = [rows.reshape(-1) for rows in self._results]
+        self._floats = [rows.reshape(-1) for rows in (*obs, self._rewards) if rows.dtype.kind == "f"]
+        self._last_obs, self._write_last_obs = _make_row(spec)
         self._options: dict[int, dict[str, Any] | None] = {}
         self._reported: set[int] = set()  # envs with bad numbers in their episode
 
@@ -118,12 +119,28 @@ class FlightRecorder:
         """Writes a record for each env with an observation or reward that is not finite, once an episode."""
         if all(math.isfinite(flat.dot(flat)) for flat in self._floats):  # may also overflow
             return
-        for index in range(len(self._begins)):
-            if index in self._reported or all(np.isfinite(rows[index]).all() for rows in self._results):
-                continue
-            self._reported.add(index)
-            if advice := self._write(index, NON_FINITE, raised=False, seen=0):
-                _logger.warning("env %d: %s. %s", self._first + index, NON_FINITE, advice)
+        for index, count in enumerate(self._counts.tolist()):
+            # After a reset within a step, the reward is the last one of the episode before.
+            rewards = [] if count == 0 else [self._rewards]
+            self._check(index, [rows[index] for rows in (*self._obs, *rewards)])
+
+    def check_end(self, index: int, obs: Any) -> None:
+        """Checks the last step of an episode, as `check` does, before a reset within the step.
+
+        `obs` is its observation, which is not in the row of the env.
+        """
+        try:
+            self._write_last_obs(0, obs)
+        except InvalidValue:  # the pool raises it, unless it drops this observation
+            return
+        self._check(index, [*self._last_obs.values(), self._rewards[index]], seen=-1)
+
+    def _check(self, index: int, results: Sequence[Any], *, seen: int = 0) -> None:
+        if index in self._reported or _are_finite(results):
+            return
+        self._reported.add(index)
+        if advice := self._write(index, NON_FINITE, raised=False, seen=seen):
+            _logger.warning("env %d: %s. %s", self._first + index, NON_FINITE, advice)
 
     def record_failure(self, failure: EnvFailure, unstepped: Sequence[int] = ()) -> None:
         """Writes the record of an env that failed. `unstepped` are envs that will get their actions again."""
@@ -135,13 +152,27 @@ class FlightRecorder:
         cause = f"{type(error).__name__} in {failure.operation}: {error}"
         # An observation of wrong data may have been written in part.
         seen = -1 if failure.operation != "step" or isinstance(error, InvalidValue) else 1
-        failure.advice = self._write(failure.env_id - self._first, cause, raised=True, seen=seen)
+        index = failure.env_id - self._first
+        failure.advice = self._write(index, cause, raised=True, seen=seen)
+        self._reported.add(index)
+        self.check()  # of the envs before it
 
     def _write(self, index: int, cause: str, *, raised: bool, seen: int) -> str:
         slot, env_fn, options = self._first + index, self._env_fns[index], self._options.get(index)
         return write(
             self._directory, self._arrays, self._spec, slot, env_fn, options, cause, raised=raised, seen=seen
         )
+
+
+def _make_row(spec: PoolSpec) -> tuple[Arrays, Callable[[int, Any], None]]:
+    """Returns arrays `[1, ...]` for one observation, and the function that writes it to index 0."""
+    arrays: Arrays = {leaf.path: np.zeros((1, *leaf.shape), leaf.stored) for leaf in leaves(spec.obs)}
+    return arrays, writer(spec.obs, arrays)
+
+
+def _are_finite(values: Iterable[Any]) -> bool:
+    """Returns False if one of the arrays or numbers contains a float that is not finite."""
+    return all(array.dtype.kind != "f" or np.isfinite(array).all() for array in map(np.asarray, values))
 
 
 def _memory_of(generator: Any) -> memoryview | None:
@@ -206,7 +237,7 @@ def write(
         missing=count - len(kept),
         actions=list(reader(spec.action, columns)(slice(0, len(kept), 1))),
         seen=len(kept) - seen if seen >= 0 else -1,
-        obs={leaf.path: arrays[leaf.path][slot].copy() for leaf in leaves(spec.obs)},
+        obs={leaf.path: arrays[leaf.path][slot].copy() for leaf in leaves(spec.obs) if not leaf.is_object},
     )
     folder = Path(directory)
     try:
@@ -240,8 +271,14 @@ def replay(path: str, report: Callable[[str], None], *, debug: bool) -> bool:
         return False
     if record.generator is None and record.seed is None:
         report("The state of the env's generator is unknown, so the episode may differ.")
-    now = {leaf.path: np.zeros((1, *leaf.shape), leaf.stored) for leaf in leaves(spec.obs)}
-    write_obs, same, step = writer(spec.obs, now), True, 0
+    (now, write_obs), same, step = _make_row(spec), True, 0
+
+    def is_fault(call: str, *results: Any) -> bool:
+        if record.cause != NON_FINITE or _are_finite(results):
+            return False
+        report(f"{call} returned numbers that are not finite.")
+        return True
+
     env = record.env_fn()
     if record.generator is not None:
         generator = np.random.PCG64()
@@ -249,9 +286,11 @@ def replay(path: str, report: Callable[[str], None], *, debug: bool) -> bool:
         env.unwrapped.np_random = np.random.Generator(generator)
     try:
         obs, _ = env.reset(seed=record.seed, options=record.options)
+        write_obs(0, obs)
+        if is_fault("The reset", *now.values()):
+            return last == 0
         for step, action in enumerate(record.actions, start=1):
             if step == record.seen + 1:
-                write_obs(0, obs)
                 for leaf, old in record.obs.items():
                     if now[leaf][0].tobytes() != old.tobytes():
                         change = f"{format_path(leaf)} was {old}, now it is {now[leaf][0]}"
@@ -265,10 +304,7 @@ def replay(path: str, report: Callable[[str], None], *, debug: bool) -> bool:
             result: Any = pdb.runcall(env.step, action) if stops else env.step(action)
             obs, reward, *_ = result
             write_obs(0, obs)
-            if record.cause == NON_FINITE and not all(
-                np.isfinite(each).all() for each in (*now.values(), np.asarray(reward))
-            ):
-                report(f"Step {step} returned numbers that are not finite.")
+            if is_fault(f"Step {step}", *now.values(), reward):
                 return same and step == last
     except Exception as error:
         report(f"It raised {type(error).__name__} in {f'step {step}' if step else 'reset'}: {error}")

@@ -19,6 +19,7 @@ from support.disasters import PATIENCE
 
 import jaxvec
 from jaxvec.cli import _main
+from jaxvec.compat.gymnasium import SyncVectorEnv
 from jaxvec.testing import CountingEnv
 
 RAISE, KILL, SEGFAULT, HANG, NAN, NAN_REWARD, WRONG = 3, 4, 5, 6, 7, 8, 9
@@ -158,6 +159,96 @@ def test_asynchronous_pool_records_the_env_that_failed(make, tmp_path):
     file, record = only_record(tmp_path)
     np.testing.assert_array_equal([each["push"] for each in record.actions], pushed[LENGTH:])
     assert _main.main(["replay", str(file)]) == 0
+
+
+class LastStepEnv(gymnasium.Env):
+    """Has numbers that are not finite in the step or reset that its action or options name."""
+
+    observation_space = spaces.Dict({"x": spaces.Box(-np.inf, np.inf, (2,)), "n": spaces.Discrete(9)})
+    action_space = spaces.Discrete(10)
+
+    def __init__(self, end="terminated"):
+        self.end, self.resets = end, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.resets = 0, self.resets + 1
+        start = np.nan if (options or {}).get("wrong") else self.np_random.random()
+        return {"x": np.full(2, start, np.float32), "n": 0}, {}
+
+    def step(self, action):
+        self.steps += 1
+        x = np.full(2, -np.inf if action == NAN else self.steps, np.float32)
+        reward = np.nan if action == NAN_REWARD else 1.0
+        over = self.steps == 3
+        ends = over and self.end != "truncated", over and self.end != "terminated"
+        return {"x": x, "n": self.steps}, reward, *ends, {}
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
+@pytest.mark.parametrize("kind", [NAN, NAN_REWARD])
+@pytest.mark.parametrize("mode", ["SAME_STEP", "without final_obs", "NEXT_STEP", "DISABLED", "EPISODIC"])
+def test_nan_in_the_last_step_is_recorded(make, tmp_path, kind, mode, end):
+    options = {"autoreset_mode": mode} if mode != "without final_obs" else {"final_obs": False}
+    envs = make(LastStepEnv, 2, end=end, record_faults=tmp_path, backend="serial", **options)
+    envs.reset(seed=3)
+    episode = [[1, 2], [3, 4], [5, kind]]
+    for action in episode:
+        envs.step(action)
+    file, record = only_record(tmp_path)
+    assert (record.env_id, record.seed, record.actions) == (1, 4, [2, 4, kind])
+    assert record.cause == "the env returned numbers that are not finite"
+    assert _main.main(["replay", str(file)]) == 0
+    file.unlink()
+    if mode in ("DISABLED", "EPISODIC"):
+        envs.reset(mask=np.ones(2, bool))
+    for action in [[6, 6]] * (mode == "NEXT_STEP") + episode:
+        envs.step(action)
+    _, record = only_record(tmp_path)
+    assert (record.env_id, record.seed, record.actions) == (1, None, [2, 4, kind])
+
+
+def test_nan_beside_a_python_object_is_recorded(tmp_path):
+    class TalkingEnv(LastStepEnv):
+        observation_space = spaces.Dict({"x": spaces.Box(-np.inf, np.inf, (2,)), "n": spaces.Text(9)})
+
+        def step(self, action):
+            obs, *rest = super().step(action)
+            return {**obs, "n": "a"}, *rest
+
+        def reset(self, **kwargs):
+            obs, info = super().reset(**kwargs)
+            return {**obs, "n": "b"}, info
+
+    envs = SyncVectorEnv([TalkingEnv], autoreset_mode="SAME_STEP", record_faults=tmp_path)
+    envs.reset(seed=3)
+    for action in (1, 2, NAN):
+        envs.step(np.array([action]))
+    envs.close()
+    file, record = only_record(tmp_path)
+    assert (record.seed, record.actions) == (3, [1, 2, NAN])
+    assert _main.main(["replay", str(file)]) == 0
+
+
+def test_nan_is_recorded_where_another_env_fails(make, tmp_path):
+    envs = make(WalkingEnv, 4, record_faults=tmp_path, on_fault="restart", num_workers=1)
+    envs.reset(seed=3)
+    action = actions(4, 0, RAISE)
+    action["kind"][1] = NAN
+    envs.step(action)
+    records = [pickle.loads(file.read_bytes()) for file in tmp_path.glob("*.episode")]
+    assert sorted((record.env_id, record.raised) for record in records) == [(1, False), (3, True)]
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_nan_of_a_reset_is_recorded_and_replayed(make, tmp_path, capfd, mode):
+    envs = make(LastStepEnv, 1, record_faults=tmp_path, num_workers=1, autoreset_mode=mode)
+    envs.reset(seed=3, options={"wrong": True})
+    envs.step([1])
+    file, record = only_record(tmp_path)
+    assert (record.seed, record.actions, record.options) == (3, [], {"wrong": True})
+    assert _main.main(["replay", str(file)]) == 0
+    assert "The reset returned numbers that are not finite." in capfd.readouterr().err
 
 
 class ForgetfulEnv(CountingEnv):
