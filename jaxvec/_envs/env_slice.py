@@ -276,6 +276,8 @@ class EnvSlice(Slice):
         for name, value in settings.attributes.items():
             self.set_attr([slot], [value], name)
         self._slots.keep_options(index, settings.options)
+        if not settings.keeps_options:
+            self._slots.withhold_options(index)
         if settings.state is not None and self._episodes.is_lost(index):
             with EnvErrorContext(slot, "restore"):
                 self._resumed[index] = unpack(settings.state)

@@ -26,6 +26,7 @@ class SlotSettings:
     options: dict[str, Any] | None  # of its first reset, unless the program requests it with other options
     attributes: Mapping[str, Any]  # by name; each value is cloudpickled on the way to a worker
     state: bytes | None = None  # packed by `env_states.pack`; restored in place of the first reset
+    keeps_options: bool = True  # False if its first reset does not get declared options
 
 
 class EnvSettings:
@@ -76,9 +77,9 @@ class EnvSettings:
         """Returns the settings of a new env in a slot; `None` if it needs none."""
         options, attributes = self._options.get(slot), self._attributes.get(slot)
         state = self._states.get(slot)
-        if options is None and attributes is None and state is None:
+        if options is None and attributes is None and state is None and self._keeps_options:
             return None
-        return SlotSettings(options, attributes or {}, state)
+        return SlotSettings(options, attributes or {}, state, self._keeps_options)
 
     def forget_calls(self, slots: Iterable[int]) -> list[int]:
         """Forgets changes by user code, which new envs lack; returns those of `slots` that had any."""

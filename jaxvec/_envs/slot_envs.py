@@ -208,9 +208,10 @@ class ResetOptions:
         self._read = reader(spec.reset_options, rows)
         self._given = [rows[leaf.path] for leaf in spec.option_leaves]
         self._running = [rows[("info", *leaf.path)] for leaf in spec.option_leaves]
+        self.withheld: set[int] = set()  # rebuilt envs whose next reset gets no options
 
     def next(self, index: int) -> dict[str, Any] | None:
-        if not self._given[-1][index]:
+        if index in self.withheld or not self._given[-1][index]:
             return None
         (options,) = self._read(slice(index, index + 1, 1))
         return options
@@ -218,7 +219,8 @@ class ResetOptions:
     def begin(self, index: int) -> None:
         """Writes to the row that an episode was started with the options of `next`."""
         for given, running in zip(self._given, self._running, strict=True):
-            running[index] = given[index]
+            running[index] = 0 if index in self.withheld else given[index]
+        self.withheld.discard(index)
 
     def save(self, index: int) -> list[tuple[Any, Any]]:
         pairs = zip(self._given, self._running, strict=True)
@@ -226,6 +228,7 @@ class ResetOptions:
 
     def restore(self, index: int, saved: list[tuple[Any, Any]], *, given: bool) -> None:
         """Restores the options of the running episode and, if `given`, those of the next reset."""
+        self.withheld.discard(index)
         for place, (next_one, running) in enumerate(saved):
             self._running[place][index] = running
             if given:
@@ -308,6 +311,8 @@ class SlotEnvs:
     def reset(self, index: int, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """Resets an env with the seed in the segment, and returns observation and info."""
         seed = None if self._seeds[index] == NO_SEED else int(self._seeds[index])
+        if self._options is not None:  # the program makes this reset
+            self._options.withheld.discard(index)
         result = self._reset(index, seed, options)
         if seed is not None and index == 0:
             self.spares.reseed(seed)
@@ -433,6 +438,11 @@ class SlotEnvs:
         self._kept_options.pop(index, None)
         if options is not None:
             self._kept_options[index] = options
+
+    def withhold_options(self, index: int) -> None:
+        """Lets the next reset of a rebuilt env get no declared options, if that is an autoreset."""
+        if self._options is not None:
+            self._options.withheld.add(index)
 
     def _reset(
         self, index: int, seed: int | None, options: dict[str, Any] | None
