@@ -282,8 +282,8 @@ Status Pool::recv(Request& request, const std::vector<int64_t>& handle, Target& 
   advance(handle, request);
   hold(&queue_, 1, false);
   leave();
-  // Python receives batched envs as a whole. Here, a part of one might be ready before the rest.
-  const bool parts = plan_.together > 1 && plan_.batch_size < all_.size();
+  // Python receives batched envs as a whole. Here, a part of one might be ready, or was sent, before the rest.
+  const bool parts = plan_.together > 1 && (plan_.in_order || plan_.batch_size < all_.size());
   if (parts || await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) {
     return Status::kUnderWay;
   }
@@ -399,9 +399,11 @@ std::vector<int64_t> Pool::receive_batch(std::vector<int64_t> sent) {
   const auto earlier = [&](int64_t one, int64_t other) {
     return board.completed_at[one] < board.completed_at[other];
   };
-  if (plan_.batch_size == board.num_slots) {
+  if (plan_.in_order) {
+    // The caller passes the first that were sent.
+  } else if (plan_.batch_size == board.num_slots) {
     std::sort(sent.begin(), sent.end());
-  } else if (!plan_.in_order) {
+  } else {
     sent.erase(std::remove_if(sent.begin(), sent.end(), is_pending), sent.end());
     std::stable_sort(sent.begin(), sent.end(), earlier);
   }

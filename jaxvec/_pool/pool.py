@@ -540,7 +540,7 @@ class Pool:
             sent = sent[: count if self._in_order else None]
             self._wait(active, sent, count, waited=waited, give_up=give_up)
             slots = sent if self._in_order else self._workers.first_completed(sent, count)
-            slots = self.all if wait_for_all or not self.spec.first_ready else slots
+            slots = self.all if wait_for_all or not (self._in_order or self.spec.first_ready) else slots
         with self._engine.shared():
             self._pending_envs.note_received(slots)
             self._engine.hold(slots)  # until their rows are read

@@ -189,9 +189,9 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
     """Waits for `batch_size` of the pending envs and returns their time step.
 
     `timestep.info["env_id"]` identifies them. They are the envs that finished first or, with
-    `recv_order="sent"`, that were sent first, in that order. Without `batch_size`, all envs are returned in
-    env order. After a reset with k batches, batch i holds envs i, i+k, …, so each batch has envs of every
-    worker.
+    `recv_order="sent"`, that were sent first, in that order. If these are all envs and the order is
+    `"ready"`, they are returned in env order. After a reset with k batches, batch i holds envs i, i+k, …, so
+    each batch has envs of every worker.
 
     Args:
         handle: The handle returned by the latest call, to all envs of the pool.

@@ -72,6 +72,18 @@ def test_those_that_are_ready_first_come_as_a_whole(make, order, dispatch):
         make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=4)
 
 
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_batch_of_all_batched_envs_comes_in_the_order_sent(make, dispatch):
+    fn = partial(counting, AutoresetMode.SAME_STEP, (None, None, None))
+    envs = make(fn, 6, envs_per_instance=3, num_workers=2, recv_order="sent", dispatch=dispatch)
+    envs.reset(seed=0)
+    env_id = np.array([4, 0, 3, 2, 5, 1])
+    envs.send(env_id, env_id)
+    timestep = envs.recv()
+    assert timestep.info["env_id"].tolist() == [4, 3, 5, 0, 2, 1]  # those of a batched env are adjacent
+    assert timestep.obs[:, 3].tolist() == [4, 3, 5, 0, 2, 1]
+
+
 def test_nested_spaces(make):
     fns = [partial(NestedEnv, 4)] * 3
     ours = make(SyncVectorEnv(fns, autoreset_mode="SameStep"))

@@ -87,6 +87,31 @@ def test_in_a_scan_every_env_steps_as_often_as_it_was_received(make, how, transp
     assert envs.get_attr("steps") == tuple((received + taken)[i] - 1 for i in range(6))
 
 
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_batch_of_all_envs_comes_in_the_order_sent(make, how, transport, batch_size):
+    workers = {} if how.get("backend") else {"num_workers": 2}
+    options = {"batch_size": batch_size, "recv_order": "sent", "transport": transport, **how, **workers}
+    envs = make(CountingEnv, 4, **options)
+    handle, timestep = jaxvec.reset(envs, seed=0)
+    assert timestep.info["env_id"].tolist() == [0, 1, 2, 3]
+    env_id = np.array([2, 0, 3, 1])
+
+    def check(timestep):
+        assert timestep.info["env_id"].tolist() == env_id.tolist()
+        assert timestep.obs[:, 3].tolist() == [20, 0, 30, 10]
+
+    @jax.jit
+    def program(handle):
+        return jaxvec.recv(jaxvec.send(handle, 10 * env_id, env_id))
+
+    _, timestep = program(handle)
+    check(timestep)
+    for options in ({}, {"timeout": 60}, {"at_least": 4}, {"copy": False}):
+        envs.send(10 * env_id[:1], env_id[:1])  # in two parts
+        envs.send(10 * env_id[1:], env_id[1:])
+        check(envs.recv(**options))
+
+
 def test_two_halves_alternate(make, transport):
     """Double buffering: the policy works on one half while workers step the other; deterministic."""
     envs = make(CountingEnv, 8, num_workers=2, batch_size=4, recv_order="sent", transport=transport)
