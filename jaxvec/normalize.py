@@ -6,7 +6,7 @@ pytree, they can be carried through `scan` and saved together with the parameter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 import jax
@@ -21,10 +21,14 @@ __all__ = ["RunningMeanStd"]
 class RunningMeanStd:
     """The running mean and variance of each element of a pytree of arrays; itself a pytree.
 
+    Changes of a mean or variance by less than a ten millionth in an update are lost, as they are float32.
+
     Attributes:
         mean: Pytree with float32 leaves `[...]`.
         var: Pytree with float32 leaves `[...]`, the population variance, as in NumPy.
         count: Number of values, float32 `[]`.
+        remainder: The part of the number of values that `count` lacks because of its rounding, float32 `[]`.
+            So each value counts, also after more than 2**24 of them.
 
     Example:
         ```python
@@ -37,6 +41,7 @@ class RunningMeanStd:
     mean: Any
     var: Any
     count: jax.Array
+    remainder: jax.Array = field(default_factory=lambda: jnp.float32(0))
 
     @classmethod
     def create(cls, like: Any, *, count: float = 1e-4) -> Self:
@@ -90,7 +95,10 @@ class RunningMeanStd:
 
         mean = jax.tree.map(move, self.mean, batch)
         var = jax.tree.map(spread, self.mean, self.var, batch)
-        return type(self)(mean, var, self.count + number)
+        # Compensated summation, which works because XLA does not reorder operations on floats.
+        more = number + self.remainder
+        count = self.count + more
+        return type(self)(mean, var, count, more - (count - self.count))
 
     def normalize(self, values: Any, *, epsilon: float = 1e-8, clip: float = 10.0) -> Any:
         """Scales values to mean 0 and variance 1. Returns float32.

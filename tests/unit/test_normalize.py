@@ -11,6 +11,7 @@ from gymnasium.wrappers.utils import RunningMeanStd as Theirs
 from gymnasium.wrappers.vector import NormalizeObservation
 
 import jaxvec
+from jaxvec.logging import Run
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -141,6 +142,36 @@ def test_a_seed_each_under_vmap():
     stats = jax.vmap(lambda batch: RunningMeanStd.create(batch[0]).update(batch))(batches)
     assert (stats.mean.shape, stats.count.shape) == ((3, 2), (3,))
     np.testing.assert_allclose(stats.mean, batches.mean(1), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("start", "batch"), [(2**24, 1), (2**27, 8), (2**32 - 512, 3000), (2**40, 8)])
+def test_the_count_goes_on_in_very_long_runs(start, batch):
+    """In float32 alone, it would stand still at 2**24 with batches of 1."""
+    stats, values = RunningMeanStd.create(0.0, count=start), jnp.ones(batch)
+    stats = jax.jit(lambda stats: jax.lax.fori_loop(0, 1001, lambda _, s: s.update(values), stats))(stats)
+    number = 1001 * batch
+    assert int(stats.count) + int(stats.remainder) == start + number
+    assert stats.count == np.float32(start + number)
+    np.testing.assert_allclose(stats.mean, number / (start + number), rtol=1e-4)
+    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {np.dtype(np.float32)}
+
+
+def test_the_initial_weight_is_part_of_the_count():
+    stats = RunningMeanStd.create(0.0)
+    for number in (3, 2**20, 2**24 - 1, 2):
+        stats = jax.jit(RunningMeanStd.update)(stats, jnp.zeros(number))
+    assert float(stats.count) + float(stats.remainder) == pytest.approx(2**24 + 2**20 + 4 + 1e-4, abs=1e-3)
+
+
+def test_the_whole_count_is_in_a_checkpoint(tmp_path):
+    stats = RunningMeanStd.create(0.0, count=2**33).update(jnp.ones(1))
+    with Run(tmp_path, progress=False) as run:
+        run.log(1)
+        run.save(stats)
+    with Run(tmp_path, resume=True, progress=False) as run:
+        loaded, _ = run.load(RunningMeanStd.create(0.0))
+    loaded = loaded.update(jnp.ones(3))
+    assert int(loaded.count) + int(loaded.remainder) == 2**33 + 4
 
 
 @pytest.mark.parametrize(
