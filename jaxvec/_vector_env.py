@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -73,7 +74,7 @@ class VectorEnv:
         transport: str,
         place: Place | None,
     ) -> None:
-        spaces = description.spaces
+        spaces = deepcopy(description.spaces)  # the program may change its own
         self._pool = pool
         self._placed = None if place is None else placed(place)
         self._deliver = self._placed or copies

@@ -6,6 +6,7 @@ The actors expect EnvPool's old Gym API. For actors that `send` and `recv`, use 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, final
@@ -90,8 +91,8 @@ class GymVectorEnv:
         self._reset_options = task.reset_options
         self._seed: int | None = seed
         self.num_envs: int = envs.num_envs
-        self.single_observation_space: Space[Any] = envs.single_observation_space
-        self.single_action_space: Space[Any] = envs.single_action_space
+        self.single_observation_space: Space[Any] = deepcopy(envs.single_observation_space)
+        self.single_action_space: Space[Any] = deepcopy(envs.single_action_space)
         self.observation_space: Space[Any] = self.single_observation_space
         self.action_space: Space[Any] = self.single_action_space
         self.is_vector_env = True

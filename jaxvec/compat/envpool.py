@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeAlias, final
@@ -148,10 +149,10 @@ class EnvPool(ABC):
         self.vector_env = vector_env
         self.spec: Any = spec
         self.num_envs: int = vector_env.num_envs
-        self.observation_space: Any = spec.observation_space
-        self.action_space: Any = spec.action_space
-        self.single_observation_space: Any = spec.observation_space
-        self.single_action_space: Any = spec.action_space
+        self.observation_space: Any = deepcopy(spec.observation_space)
+        self.action_space: Any = deepcopy(spec.action_space)
+        self.single_observation_space: Any = self.observation_space
+        self.single_action_space: Any = self.action_space
         self.is_vector_env = True
         self.metadata: dict[str, Any] = vector_env.metadata
         self.render_mode: str | None = vector_env.render_mode

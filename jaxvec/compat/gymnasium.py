@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from copy import deepcopy
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
@@ -164,10 +165,10 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             self.num_envs: int = self.pool.num_envs
             self.metadata: dict[str, Any] = self.pool.metadata
             self.render_mode: str | None = self.pool.render_mode
-            self.action_space: Space[Any] = self.pool.action_space
-            self.observation_space: Space[Any] = self.pool.observation_space
-            self.single_action_space: Space[Any] = self.pool.single_action_space
-            self.single_observation_space: Space[Any] = self.pool.single_observation_space
+            self.action_space: Space[Any] = deepcopy(self.pool.action_space)
+            self.observation_space: Space[Any] = deepcopy(self.pool.observation_space)
+            self.single_action_space: Space[Any] = deepcopy(self.pool.single_action_space)
+            self.single_observation_space: Space[Any] = deepcopy(self.pool.single_observation_space)
             if observation_mode == "different":
                 self.observation_space = batch_differing_spaces(list(self.pool.call("observation_space")))
             elif isinstance(observation_mode, tuple):

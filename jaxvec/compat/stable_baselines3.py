@@ -64,8 +64,8 @@ class _PooledVecEnv(_VecEnv):
         self._num_obs, self._deliver = places["reward",], Copies(unread=spec.statistics)
         self._build_obs, self._build_info = builder(spec.obs, places), builder(spec.info, places)
         try:
-            envs = self.pool
-            super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+            spaces = self.pool.single_observation_space, self.pool.single_action_space
+            super().__init__(self.pool.num_envs, *deepcopy(spaces))  # `VecNormalize` changes them
         except BaseException:
             self.pool.close()
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import warnings
 from functools import partial
 
@@ -273,3 +275,35 @@ def test_ppo_trains(library):
     assert len(model.ep_info_buffer) > 3  # of the Monitors in the workers
     assert evaluate_policy(model, envs, n_eval_episodes=2)[0] > 5
     envs.close()
+
+
+class CameraEnv(CountingEnv):
+    """Has an image in a dict, and ends its process in a step with action 9."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Dict({"camera": spaces.Box(0, 255, (36, 36, 3), np.uint8)})
+
+    def _observe(self, action):
+        if action == 9:
+            os._exit(1)
+        return {"camera": np.full((36, 36, 3), self.steps, np.uint8)}
+
+
+@pytest.mark.parametrize("kind", ["subproc", "dummy"])
+def test_vecnormalize_leaves_the_spaces_of_the_pool(kind):
+    options = {"on_fault": "restart", "num_workers": 1} if kind == "subproc" else {"check": "strict"}
+    below = (SubprocVecEnv if kind == "subproc" else DummyVecEnv)([CameraEnv] * 2, **options)
+    expected = copy.deepcopy(below.pool.single_observation_space)
+    envs = theirs.VecNormalize(below, norm_obs_keys=["camera"])
+    try:
+        envs.reset()
+        assert envs.observation_space["camera"].dtype == np.float32  # as with their own class
+        assert below.pool.single_observation_space == expected
+        envs.step(np.array([1, 2]))
+        if kind == "subproc":  # the new worker's envs have the spaces of the old ones
+            assert envs.step(np.array([1, 9]))[2].all()
+        else:
+            assert below.envs[0].observation_space == expected
+    finally:
+        envs.close()

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 import jaxvec
 from jaxvec._config import PoolConfig
 from jaxvec._workers import spawn
-from jaxvec.testing import CountingEnv
+from jaxvec.testing import CountingEnv, NestedEnv
 
 
 def run_quietly(source):
@@ -793,3 +793,22 @@ def test_a_nested_info_that_can_not_be_arrays_names_the_place(make):
         make(Nested, 1, info=["text"], backend="serial")
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"info\['text'\]: a dict needs strings as keys"):
         make(Nested, 1, info={"text": {}}, backend="serial")
+
+
+def test_a_changed_space_of_the_pool_is_not_that_of_the_envs(make):
+    class DyingEnv(NestedEnv):
+        def step(self, action):
+            if self._steps == 2:
+                os._exit(1)
+            return super().step(action)
+
+    def change(envs):
+        envs.single_observation_space.spaces["half"].dtype = np.dtype(np.float64)
+        envs.single_action_space.spaces["turn"] = spaces.Discrete(2)
+        envs.reset(seed=0)
+        action = envs.action_space.sample()
+        return [envs.step(action) for _ in range(3)]
+
+    change(make(NestedEnv, 1, backend="serial", check="strict"))
+    # The new worker's envs are compared with the old ones.
+    assert change(make(DyingEnv, 1, on_fault="restart"))[-1].info["fault"].all()
