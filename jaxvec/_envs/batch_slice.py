@@ -271,7 +271,9 @@ class BatchSlice(Slice):
         self._arrays["info", "episode_length"][rows] = lengths
         if self._spec.autoreset is Autoreset.SAME_STEP:
             returns[over], lengths[over] = 0, 0
+            self._stats[_stats.RESETS] += int(over.sum())
         self._over[mine] = over
+        self._stats[_stats.RESETS] += int(was_reset.sum())
         self._stats[_stats.STEPS] += self._size - int(was_reset.sum())
         self._stats[_stats.EPISODES] += int(over.sum())
 

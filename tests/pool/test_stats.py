@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import jaxvec
 from jaxvec._stats import WorkerStats
@@ -95,3 +96,59 @@ def test_steps_of_batched_envs_are_counted_and_timed(make):
     total = envs.stats().total
     assert (total.steps, total.resets) == (6, 2)
     assert total.step_time > 0
+
+
+HARM = 9
+
+
+class FragileEnv(CountingEnv):
+    def step(self, action):
+        if action == HARM:
+            raise ValueError("harm")
+        return super().step(action)
+
+
+def count_by_hand(length, actions, resets, mode):
+    """Returns the numbers of steps, episodes, resets and faults of an env that is played alone."""
+    steps = episodes = faults = age = 0
+    number, over = 1, False
+    for action, reset in zip(actions, resets, strict=True):
+        if over and mode == "NEXT_STEP":
+            number, age, over = number + 1, 0, False
+        elif not over:
+            over = action == HARM or age + 1 == length
+            steps, age, faults = steps + (action != HARM), age + 1, faults + (action == HARM)
+            episodes += over
+        if over and mode == "SAME_STEP":
+            number, age, over = number + 1, 0, False
+        if reset or (over and mode == "DISABLED"):
+            number, age, over = number + 1, 0, False
+    return steps, episodes, number, faults
+
+
+@pytest.mark.parametrize(
+    "mode", ["SAME_STEP", "NEXT_STEP", "DISABLED", "EPISODIC", "batched", "batched next"]
+)
+def test_counts_are_those_of_a_plain_loop(make, mode):
+    lengths, num_steps = [2, 5, 3], 40
+    actions = np.random.default_rng(1).integers(0, 4, (num_steps, 3))
+    resets = np.zeros((num_steps, 3), bool)
+    if mode.startswith("batched"):
+        mode = "NEXT_STEP" if "next" in mode else "SAME_STEP"
+        env_fns = [partial(CountingEnv, length) for length in lengths]
+        envs = make(SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode[mode]))
+    else:
+        actions[[0, 6, 13, 14, 30], [0, 0, 1, 1, 2]] = HARM
+        resets[7::8] = [True, True, False] if mode != "EPISODIC" else True
+        policy = jaxvec.Restart(rate=None, max_restarts=None)
+        configs = [{"episode_length": length} for length in lengths]
+        envs = make(FragileEnv, 3, num_workers=2, env_configs=configs, autoreset_mode=mode, on_fault=policy)
+    envs.reset(seed=0)
+    for action, reset in zip(actions, resets, strict=True):
+        timestep = envs.step(action)
+        mask = reset | ((mode == "DISABLED") & (timestep.terminated | timestep.truncated))
+        if mask.any():
+            envs.reset(mask=mask)
+    total = envs.stats().total
+    each = [count_by_hand(lengths[i], actions[:, i], resets[:, i], mode) for i in range(3)]
+    assert (total.steps, total.episodes, total.resets, total.faults) == tuple(np.sum(each, axis=0))

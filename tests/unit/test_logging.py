@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode
 from support.runs import load_params
 
 import jaxvec
@@ -165,6 +166,22 @@ def test_episodes_are_counted_as_in_a_plain_loop(make, mode, harms):
         means = episodes.means()
         for name, values in (("episode_return", returns), ("episode_length", ends), ("score", scores)):
             assert means[name] == pytest.approx(np.mean(values), rel=1e-6), name
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_episodes_of_batched_envs_are_those_of_single_ones(make, mode):
+    env_fns = [partial(PatchyEnv, length, truncate=True) for length in (2, 5, 3)]
+    batched = partial(gymnasium.vector.SyncVectorEnv, env_fns, autoreset_mode=AutoresetMode[mode])
+    found = []
+    for envs in (
+        make(env_fns, num_workers=1, autoreset_mode=mode, info={"score": float}),
+        make(batched, 3, num_workers=1, envs_per_instance=3, info={"score": float}),
+    ):
+        envs.reset(seed=[5] * 3)
+        steps = [envs.step(np.array(action)) for action in np.random.default_rng(1).integers(0, 3, (30, 3))]
+        found.append(Episodes.create(["score"]).add(jax.tree.map(lambda *each: np.stack(each), *steps)))
+    assert found[0].last["_score"].sum() > 3
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_episodes_of_first_ready_batches_are_counted(make):
