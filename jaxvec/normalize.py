@@ -21,7 +21,7 @@ __all__ = ["RunningMeanStd"]
 class RunningMeanStd:
     """The running mean and variance of each element of a pytree of arrays; itself a pytree.
 
-    Changes of a mean or variance by less than a ten millionth in an update are lost, as they are float32.
+    Means and variances are float32: an update that would change one by less than a ten millionth is lost.
 
     Attributes:
         mean: Pytree with float32 leaves `[...]`.

@@ -208,7 +208,7 @@ class ResetOptions:
         self._read = reader(spec.reset_options, rows)
         self._given = [rows[leaf.path] for leaf in spec.option_leaves]
         self._running = [rows[("info", *leaf.path)] for leaf in spec.option_leaves]
-        self.withheld: set[int] = set()  # rebuilt envs whose next reset gets no options
+        self.withheld: set[int] = set()  # rebuilt envs; their next reset gets no options
 
     def next(self, index: int) -> dict[str, Any] | None:
         if index in self.withheld or not self._given[-1][index]:
@@ -440,7 +440,7 @@ class SlotEnvs:
             self._kept_options[index] = options
 
     def withhold_options(self, index: int) -> None:
-        """Lets the next reset of a rebuilt env get no declared options, if that is an autoreset."""
+        """Withholds the declared options from the next reset of a rebuilt env, if that is an autoreset."""
         if self._options is not None:
             self._options.withheld.add(index)
 
