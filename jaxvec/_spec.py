@@ -44,7 +44,8 @@ class TimeStep(NamedTuple, Generic[Array]):
     """The batched result of a reset or a step, in Gymnasium's order.
 
     Methods of `VectorEnv` return NumPy arrays, functions such as `jaxvec.step` JAX arrays. The dtypes are
-    those of the spaces, as JAX canonicalises them (float64 becomes float32 unless x64 is enabled).
+    those of the spaces, as JAX canonicalises them (float64 becomes float32 unless x64 is enabled). The
+    properties have the leading axes of the arrays, such as `[num_steps, num_envs]` after a `scan`.
 
     Attributes:
         obs: Pytree of the observation space with leaves `[num_envs, ...]`.
@@ -74,6 +75,72 @@ class TimeStep(NamedTuple, Generic[Array]):
     terminated: Array
     truncated: Array
     info: dict[str, Any]
+
+    @property
+    def done(self) -> Array:
+        """Where an episode ended in this step, bool: terminated or truncated."""
+        return cast("Any", self.terminated) | self.truncated
+
+    @property
+    def discount(self) -> Array:
+        """Weight of the value after this step, float32: 0 where the episode terminated, else 1."""
+        return (~cast("Any", self.terminated)).astype(np.float32)
+
+    @property
+    def last_obs(self) -> Any:
+        """Observation in which this step ended, also where the env has been reset since.
+
+        It has the structure of `obs`, in every autoreset mode. So `reward + gamma * discount *
+        value(last_obs)` is the value before the step.
+
+        Raises:
+            ValueError: The time step has no final observations, or `obs` was replaced by other arrays.
+        """
+        info = self.info or {}
+        if missing := [key for key in ("final_obs", "_final_obs") if key not in info]:
+            raise ValueError(_NO_LAST_OBS.format(missing=" and ".join(missing)))
+        return select(info["_final_obs"], info["final_obs"], self.obs, "obs")
+
+
+_NO_LAST_OBS = (
+    "last_obs: this time step has no {missing} in its info. Make the pool with final_obs=True, which is the "
+    "default, and read last_obs before you replace the info; change time steps by timestep._replace(...)"
+)
+
+
+class LastObsTimeStep(TimeStep[Array]):
+    """The time step of a pool that never resets an env in the step that ends its episode."""
+
+    __slots__ = ()
+
+    @property
+    def last_obs(self) -> Any:
+        return self.obs
+
+
+def select(ended: Any, final: Any, new: Any, name: str) -> Any:
+    """Returns the leaves of `final` where an episode has ended, and the leaves of `new` elsewhere.
+
+    The leaves, nested in dicts and tuples, are arrays of NumPy or JAX. `name` is that of `new` in errors.
+    """
+    if isinstance(new, dict) and isinstance(final, dict) and final.keys() == new.keys():
+        return {key: select(ended, final[key], each, f"{name}[{key!r}]") for key, each in new.items()}
+    if isinstance(new, tuple) and isinstance(final, tuple) and len(final) == len(new):
+        pairs = enumerate(zip(final, new, strict=True))
+        return tuple(select(ended, *pair, f"{name}[{place}]") for place, pair in pairs)
+    return _select_leaf(ended, final, new, name)
+
+
+def _select_leaf(ended: Any, final: Any, new: Any, name: str) -> Any:
+    kinds = [(getattr(each, "dtype", type(each).__name__), np.shape(each)) for each in (final, new)]
+    if kinds[0] != kinds[1] or not hasattr(new, "dtype"):
+        raise ValueError(
+            f"last_obs: {name} is {kinds[1]}, but its final value {kinds[0]}; read last_obs before you "
+            "replace obs or info, and apply the same function to it"
+        )
+    others = [each for each in (ended, final, new) if not isinstance(each, np.ndarray | np.generic)]
+    numpy: Any = others[0].__array_namespace__() if others else np  # without an import of JAX
+    return numpy.where(ended.reshape(*ended.shape, *[1] * (final.ndim - ended.ndim)), final, new)
 
 
 @dataclass(frozen=True)
@@ -682,9 +749,13 @@ class PoolSpec:
         places = {leaf.path: place for place, leaf in enumerate(self.timestep_leaves)}
         return tuple(builder(node, places) for node in self.timestep)
 
+    @cached_property
+    def _timestep_type(self) -> type[TimeStep[Any]]:
+        return TimeStep if self.autoreset is Autoreset.SAME_STEP else LastObsTimeStep
+
     def build_timestep(self, rows: Sequence[Any]) -> TimeStep[Any]:
         """Builds a `TimeStep` from one array per leaf of `timestep_leaves`, in their order."""
-        return TimeStep(*[build(rows) for build in self._builders])
+        return self._timestep_type(*[build(rows) for build in self._builders])
 
 
 def make_spec(

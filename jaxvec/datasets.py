@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jaxvec._arguments import NO_SEED, expand_options, expand_seeds
 from jaxvec._spec import Autoreset, TimeStep, build
 from jaxvec._vector_env import VectorEnv
-from jaxvec.compat._base import merge_final_info, pop_final_obs
+from jaxvec.compat._base import merge_final_info
 
 __all__ = ["Episode", "Recorder"]
 
@@ -131,8 +131,7 @@ class Recorder:
 
     def _split(self, action: Any, timestep: TimeStep[Any], episodes: list[Episode]) -> None:
         """Adds steps `[num_steps, num_envs, ...]` to the running episodes."""
-        final, last_obs = merge_final_info(timestep, np), pop_final_obs(timestep, np)[1]
-        steps = self._rows(action, final if last_obs is None else final._replace(obs=last_obs))
+        steps = self._rows(action, merge_final_info(timestep)._replace(obs=timestep.last_obs))
         starts = self._rows(action, timestep)  # of the episodes after an end
         _, over, fault, idle = _progress(timestep)
         for env_id, pieces in enumerate(self._pieces):
@@ -187,7 +186,7 @@ class Recorder:
 
 def _progress(timestep: TimeStep[Any]) -> NDArray[np.int_]:
     """Returns `[4, ...]`: the lengths of episodes, and the marks of ends, of faults and of idle rows."""
-    over = timestep.terminated | timestep.truncated
+    over = timestep.done
     marks = (timestep.info.get(name, np.zeros_like(over)) for name in ("fault", "idle"))
     return np.stack([timestep.info["episode_length"], over, *marks])
 

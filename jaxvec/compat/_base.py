@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-import jax
 import numpy as np
 
 from jaxvec._errors import EnvError
-from jaxvec._spec import STATISTICS, TimeStep
+from jaxvec._spec import STATISTICS, TimeStep, select
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._family import EnvFamily
 
@@ -55,35 +54,22 @@ def max_episode_steps(envs: VectorEnv) -> int | None:
 
 # With same-step autoreset, `timestep.obs` and `timestep.info` belong to the next episode where one has ended,
 # so these functions need the final observations and infos to return the step's own.
-def pop_final_obs(timestep: TimeStep[Any], numpy: Any) -> tuple[dict[str, Any], Any]:
-    """Removes the final observations from the info.
-
-    Returns the rest of the info, and the observation that each env returned in this step before its reset.
-    The latter is `None` for a pool without `final_obs`. `numpy` is the array module: `numpy` or `jax.numpy`.
-    """
+def pop_final_obs(timestep: TimeStep[Any]) -> tuple[dict[str, Any], Any]:
+    """Returns the info without final observations, and `last_obs`; `None` for a pool without `final_obs`."""
     info = dict(timestep.info)
     if "final_obs" not in info:
         return info, None
-    ended, final = info.pop("_final_obs"), info.pop("final_obs")
-    return info, select(ended, final, timestep.obs, numpy)
+    del info["final_obs"], info["_final_obs"]
+    return info, timestep.last_obs
 
 
-def merge_final_info(timestep: TimeStep[Any], numpy: Any) -> TimeStep[Any]:
+def merge_final_info(timestep: TimeStep[Any]) -> TimeStep[Any]:
     """Replaces the declared keys of info by those of `final_info` where an episode has ended."""
     info = dict(timestep.info)
     final = info.pop("final_info", {})
     new = {key: info[key] for key in final}
-    info |= select(timestep.terminated | timestep.truncated, final, new, numpy)
+    info |= select(timestep.done, final, new, "info")
     return timestep._replace(info=info)
-
-
-def select(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
-    """Returns the leaves of `final` where an episode has ended, and the leaves of `new` elsewhere."""
-
-    def select(last: Any, new: Any) -> Any:
-        return numpy.where(ended.reshape(*ended.shape, *[1] * (last.ndim - ended.ndim)), last, new)
-
-    return jax.tree.map(select, final, new)
 
 
 T = TypeVar("T")

@@ -103,7 +103,7 @@ def record(name: str, values: Mapping[str, Any]) -> Any:
 
 def to_dm_timestep(timestep: jaxvec.TimeStep[Any]) -> Any:
     """Converts a batch to dm_env's `TimeStep`. Its observation is a namedtuple of `obs` and the info."""
-    over = timestep.terminated | timestep.truncated
+    over = timestep.done
     first = timestep.info["episode_length"] == 0
     return TimeStep(
         step_type=(MID + over * (LAST - MID) - first * (MID - FIRST)).astype(np.int32),

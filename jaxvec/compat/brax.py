@@ -227,7 +227,7 @@ def _fields(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
     return {
         "obs": obs,
         "reward": reward.astype(np.float32),
-        "done": (terminated | truncated).astype(np.float32),
+        "done": timestep.done.astype(np.float32),
         "info": {"handle": handle, "env": {**info, "terminated": terminated, "truncated": truncated}},
     }
 

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
-from jaxvec._spec import TimeStep
+from jaxvec._spec import TimeStep, select
 from jaxvec._util import optional_imports
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _functions, _make
 from jaxvec.callbacks._call import Handle
 from jaxvec.compat import _spaces, gymnax
-from jaxvec.compat._base import pop_final_obs, select
 
 __all__ = ["make"]
 
@@ -93,7 +92,7 @@ def _gxm_class() -> Any:
 
         def step(self, key: jax.Array, state: gymnax.EnvState, action: Any) -> tuple[gymnax.EnvState, Any]:
             obs, state, reward, terminated, truncated, info = self.env.step(key, state, action)
-            last = select(truncated, info.pop("final_observation"), obs, jnp)
+            last = select(truncated, info.pop("final_observation"), obs, "obs")
             action = jax.tree.map(jnp.asarray, action)
             return state, gxm.Timestep(obs, action, info, reward, terminated, truncated, last)
 
@@ -154,18 +153,16 @@ def _evorl_class() -> Any:
             return self._state(*_functions.step(state.env_state, action), state.done)
 
         def _state(self, handle: Handle, timestep: TimeStep[Any], autoreset: jax.Array) -> Any:
-            obs, reward, terminated, truncated, _ = timestep
-            info, last_obs = pop_final_obs(timestep, jnp)
+            obs, reward, terminated, truncated, info = timestep
             fields = info_class(
                 steps=info["episode_length"],
                 termination=terminated.astype(np.float32),
                 truncation=(truncated & ~terminated).astype(np.float32),
                 autoreset=autoreset,  # whether the last step ended an episode
                 episode_return=info["episode_return"].astype(np.float32),
-                ori_obs=obs if last_obs is None else last_obs,
+                ori_obs=timestep.last_obs,
             )
-            done = (terminated | truncated).astype(np.float32)
-            reward = reward.astype(np.float32)
+            done, reward = timestep.done.astype(np.float32), reward.astype(np.float32)
             return evorl.EnvState(env_state=handle, obs=obs, reward=reward, done=done, info=fields)
 
     return Env

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, final
 
-import numpy as np
 from gymnasium import Space
 
 from jaxvec._spec import STATISTICS
@@ -120,15 +119,15 @@ class GymVectorEnv:
             ended or running episode, and the declared keys of the step itself; for Atari tasks also `lives`
             and `ram`.
         """
-        timestep = _base.merge_final_info(self._envs.step(action), np)
-        statistics, last_obs = _base.pop_final_obs(timestep, np)
+        timestep = _base.merge_final_info(self._envs.step(action))
+        statistics, last_obs = _base.pop_final_obs(timestep)
         obs, reward, terminated, truncated, _ = timestep
         # Old Gym's `TimeLimit.truncated` excludes episodes that were also terminated.
         info = {key: statistics[key] for key in STATISTICS}
         info |= _base.convert_info(timestep._replace(info=statistics, truncated=truncated & ~terminated))
         if last_obs is not None:
             info["final_observation"] = last_obs
-        return obs, reward, terminated | truncated, info
+        return obs, reward, timestep.done, info
 
     def close(self) -> None:
         """Closes the pool. May be called more than once."""

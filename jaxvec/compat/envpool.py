@@ -497,7 +497,7 @@ class GymEnvPool(EnvPool):
         info = convert_info(timestep)
         if reset:
             return (timestep.obs, info) if return_info else timestep.obs
-        return timestep.obs, timestep.reward, timestep.terminated | timestep.truncated, info
+        return timestep.obs, timestep.reward, timestep.done, info
 
 
 @final

@@ -173,12 +173,11 @@ class Environment(PooledEnv):
             raise TypeError(f"step takes the state that reset or step returned, got {type(state).__name__}")
         handle, timestep = self._family.step(state.handle, action, reset_options=options)
         obs, reward, terminated, truncated, _ = timestep
-        done = terminated | truncated
-        info, last_obs = _base.pop_final_obs(timestep, jnp)
+        done = timestep.done
+        info, last_obs = _base.pop_final_obs(timestep)
         if last_obs is not None:
             info["final_observation"] = last_obs
-        discount = 1 - terminated.astype(np.float32)
-        info |= {"terminated": terminated, "truncated": truncated, "discount": discount}
+        info |= {"terminated": terminated, "truncated": truncated, "discount": timestep.discount}
         # `episode_length` still counts the ended episode.
         state = EnvState(handle, jnp.where(done, 0, info["episode_length"]))
         reward = reward.astype(np.float32)

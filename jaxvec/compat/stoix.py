@@ -186,7 +186,7 @@ class StoaVectorEnv:
             and `episode_length` of the last ended episode. For Atari tasks, these are the unclipped score
             and the length of the last game over all its lives. Declared keys in `extras` are the step's own.
         """
-        _, _, terminated, truncated, info = timestep = _base.merge_final_info(self.env.step(action), np)
+        _, _, terminated, truncated, info = timestep = _base.merge_final_info(self.env.step(action))
         _, mid, end, cut = self._step_types
         step_type = np.where(terminated, end, np.where(truncated, cut, mid))
         over, total, length = terminated | truncated, info["episode_return"], info["episode_length"]
@@ -213,18 +213,18 @@ class StoaVectorEnv:
         self.env.close()
 
     def _timestep(self, step_type: Any, timestep: TimeStep[Any]) -> Any:
-        extras, last_obs = _base.pop_final_obs(timestep, np)
+        extras, last_obs = _base.pop_final_obs(timestep)
         if last_obs is not None:
             extras["next_obs"] = last_obs
         extras["metrics"] = {
             "episode_return": self._return,
             "episode_length": self._length,
-            "is_terminal_step": timestep.terminated | timestep.truncated,
+            "is_terminal_step": timestep.done,
         }
         return self._new(
             step_type=step_type,
             reward=timestep.reward,
-            discount=1 - timestep.terminated.astype(np.float32),
+            discount=timestep.discount,
             observation=timestep.obs,
             extras=extras,
         )

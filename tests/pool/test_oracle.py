@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import gymnasium
 import jax
@@ -10,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support.oracle import (
+    SEED,
     assert_same,
+    canonical,
     host_loop,
     oracle_steps,
     rollout,
     sample_actions,
+    stack,
 )
 
 import jaxvec
@@ -191,3 +195,123 @@ def test_final_obs_and_info_survive_an_env_that_reuses_its_memory(make, backend)
     now = np.where(over[..., None], np.stack([episode + 2, 0 * step], -1), final)
     np.testing.assert_array_equal(timestep.obs, now)
     np.testing.assert_array_equal(timestep.info["seen"], now)
+
+
+class TellingEnv(NestedEnv):
+    """Also says the number of its step: a text, which is padded, inside of a Dict and a Tuple."""
+
+    def __init__(self, episode_length):
+        super().__init__(episode_length)
+        told = spaces.Tuple([spaces.Text(4, charset="0123456789")])
+        self.observation_space = spaces.Dict({**self.observation_space.spaces, "told": told})
+
+    def _observe(self, action):
+        return super()._observe(action) | {"told": (str(3**self._steps % 9973),)}
+
+
+LAST_ENVS = [  # of a terminated, a truncated, and a terminated and truncated episode
+    lambda length=length: gymnasium.wrappers.TimeLimit(TellingEnv(length), 4) for length in (2, 9, 4)
+]
+
+
+def ends_of_steps(make_env, mode, seed, actions):
+    """Yields what Gymnasium's env itself returns: (last observation, discount, whether it is the end)."""
+    env = make_env()
+    obs, _ = env.reset(seed=seed)
+    over, terminated = False, False
+    for action in actions:
+        if over and mode == "EPISODIC":  # idle
+            yield obs, 1 - terminated, True
+            continue
+        if over and mode == "NEXT_STEP":
+            obs, _ = env.reset()
+            over = terminated = False
+        else:
+            obs, _, terminated, truncated, _ = env.step(action)
+            over = terminated or truncated
+        yield obs, 1 - terminated, over
+        if over and mode in ("SAME_STEP", "DISABLED"):
+            env.reset()
+
+
+@pytest.mark.jax_version
+@pytest.mark.parametrize(
+    ("mode", "batched"),
+    [*product(["SAME_STEP", "NEXT_STEP", "DISABLED"], [False, True]), ("EPISODIC", False)],
+)
+def test_last_obs_and_discount_are_those_of_plain_envs(make, mode, batched):
+    actions, raw = sample_actions(LAST_ENVS, 14)
+    if batched:
+        envs = make(SyncVectorEnv(LAST_ENVS, autoreset_mode=AutoresetMode[mode]))
+    else:
+        envs = make(LAST_ENVS, num_workers=2, autoreset_mode=mode)
+
+    def properties(timestep):
+        return timestep.last_obs, timestep.discount, timestep.done
+
+    @jax.jit
+    def play(handle, actions):
+        def body(handle, action):
+            handle, timestep = jaxvec.step(handle, action)
+            found = properties(timestep)
+            if mode == "DISABLED":
+                handle, _ = jaxvec.reset(handle, mask=timestep.done)
+            return handle, (timestep, found)
+
+        _, (timesteps, found) = jax.lax.scan(body, handle, actions)
+        return timesteps, found, properties(timesteps), jax.vmap(properties)(timesteps)
+
+    timesteps, *programs = play(jaxvec.reset(envs, seed=SEED)[0], actions)
+    on_host, timestep = [], envs.reset(seed=SEED)
+    for t in range(14):
+        timestep = envs.step(jax.tree.map(lambda leaf, t=t: leaf[t], actions))
+        on_host.append(properties(timestep))
+        if mode == "DISABLED" and timestep.done.any():
+            envs.reset(mask=timestep.done)
+    host = jax.tree.map(lambda *leaves: np.stack(leaves), *on_host)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(on_host))
+    found = [host, *programs, properties(jax.device_get(timesteps))]
+    for i, make_env in enumerate(LAST_ENVS):
+        own = [jax.tree.map(lambda leaf, t=t: leaf[t][i], raw) for t in range(14)]
+        obs, *rest = stack([*ends_of_steps(make_env, mode, SEED + i, own)])
+        obs["told"] = (jaxvec.spaces.encode(obs["told"][0].tolist(), 4),)
+        for got in found:
+            mine = jax.tree.map(lambda leaf, i=i: leaf[:, i], got)
+            jax.tree.map(np.testing.assert_array_equal, mine, (canonical(obs), *rest))
+            assert mine[1].dtype == np.float32
+    both = np.asarray(timesteps.terminated & timesteps.truncated)
+    assert (both.any(), (timesteps.done & ~timesteps.terminated).any()) == (True, True)
+
+
+def test_last_obs_without_final_obs_is_an_error(make):
+    envs = make("CartPole-v1", 2, num_workers=1, final_obs=False)
+    handle, timestep = jaxvec.reset(envs)
+    with pytest.raises(ValueError, match="last_obs: this time step has no final_obs and _final_obs in its"):
+        envs.step([0, 1]).last_obs  # noqa: B018
+    with pytest.raises(ValueError, match=r"Make the pool with final_obs=True"):
+        jax.jit(lambda handle: jaxvec.step(handle, jnp.zeros(2, int))[1].last_obs)(handle)
+    other = make("CartPole-v1", 2, num_workers=1, final_obs=False, autoreset_mode="NEXT_STEP")
+    timestep = other.reset(seed=0)._replace(info={})
+    np.testing.assert_array_equal(timestep.last_obs, timestep.obs)
+    made = jaxvec.TimeStep(timestep.obs, timestep.reward, timestep.terminated, timestep.truncated, {})
+    with pytest.raises(ValueError, match="has no final_obs"):
+        made.last_obs  # noqa: B018
+
+
+def test_last_obs_of_replaced_obs_or_info_is_an_error(make):
+    timestep = make(NestedEnv, 2, num_workers=1).reset(seed=0)
+    obs, info = timestep.obs, timestep.info
+    for broken, message in (
+        (timestep._replace(info={}), "no final_obs and _final_obs"),
+        (timestep._replace(info={"final_obs": obs}), "no _final_obs in its info"),
+        (timestep._replace(obs={**obs, "image": obs["image"] / 255}), r"obs\['image'\] is \(.*float64"),
+        (timestep._replace(obs={**obs, "half": obs["half"][:, :1]}), r"obs\['half'\] is \(.*\(2, 1\)"),
+        (timestep._replace(obs={**obs, "clock": obs["clock"][0]}), r"obs\['clock'\] is "),
+        (timestep._replace(obs={"image": obs["image"]}), "last_obs: obs is "),
+        (timestep._replace(obs=None), "last_obs: obs is "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            broken.last_obs  # noqa: B018
+    whole = jax.tree.map(lambda leaf: leaf.astype(np.float32), timestep)
+    assert whole.last_obs["image"].dtype == np.float32
+    jax.tree.map(np.testing.assert_array_equal, timestep._replace(reward=info).last_obs, obs)

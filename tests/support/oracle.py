@@ -11,6 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 import jaxvec
+from jaxvec._spec import LastObsTimeStep
 
 STATISTICS = {"env_id", "episode_return", "episode_length"}
 SEED = 11
@@ -56,7 +57,8 @@ def oracle_steps(env_fns, mode, actions, num_steps, keys=()):
             assert np.array_equal(infos.get("_final_obs", np.zeros(n, bool)), over)
             if keys:
                 info["final_info"] = declared(infos.get("final_info", {}), keys, n)
-        return jaxvec.TimeStep(obs, reward, terminated, truncated, info | declared(infos, keys, n))
+        kind = jaxvec.TimeStep if mode is AutoresetMode.SAME_STEP else LastObsTimeStep
+        return kind(obs, reward, terminated, truncated, info | declared(infos, keys, n))
 
     obs, infos = oracle.reset(seed=SEED)
     yield expected(obs, np.zeros(n), over, over, infos), np.ones(n, bool)

@@ -35,12 +35,14 @@ TIMESTEP = """
 import jaxvec
 
 def shapes(timestep: jaxvec.TimeStep) -> tuple[tuple[int, ...], ...]:
-    return timestep.reward.shape, timestep.terminated.shape, (~timestep.truncated).shape
+    return timestep.reward.shape, timestep.terminated.shape, (~timestep.truncated & timestep.done).shape
 
 def text(timestep: jaxvec.TimeStep) -> None:
     timestep.reward.upper()  # error
     timestep.terminated.append(True)  # error
     timestep.truncated.shap  # error
+    timestep.done.shap  # error
+    timestep.discount.append(1)  # error
     timestep.obs["image"].anything
 """
 
