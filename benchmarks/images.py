@@ -113,8 +113,7 @@ class Ppo:
             logits, value = self.network.apply(params, timestep.obs)
             action = jax.random.categorical(key, logits)
             log_prob = log_prob_of(logits, action)
-            done = timestep.terminated | timestep.truncated
-            batch = Batch(timestep.obs, timestep.reward, done, action, log_prob, value)
+            batch = Batch(timestep.obs, timestep.reward, timestep.done, action, log_prob, value)
             return advance(handle, timestep, action), batch
 
         return jax.lax.scan(play, carry, jax.random.split(key, self.num_steps))

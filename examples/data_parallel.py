@@ -108,21 +108,22 @@ def update(num_steps: int, learner: Any, own: Any, stop: jax.Array, key: jax.Arr
     def play(own: Any, key: jax.Array) -> Any:
         handle, obs, *ends = own
         action = jax.random.categorical(key, network(params, obs)[0])
-        handle, (next_obs, reward, terminated, truncated, info) = jaxvec.step(handle, action)
+        handle, timestep = jaxvec.step(handle, action)
         # Bootstrap unless the episode terminated: a truncated episode could have continued.
-        future = jnp.where(truncated, network(params, info["final_obs"])[1], 0)
-        done = terminated | truncated
+        future = timestep.discount * network(params, timestep.last_obs)[1]
+        done, info = timestep.done, timestep.info
         latest = info["episode_return"], info["episode_length"].astype(jnp.float32)
         ends = [jnp.where(done, new, old) for new, old in zip(latest, ends, strict=True)]
-        return (handle, next_obs, *ends), (obs, action, REWARD_SCALE * reward + GAMMA * future, done)
+        return (handle, timestep.obs, *ends), (obs, action, REWARD_SCALE * timestep.reward, done, future)
 
-    def discount(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        target = now[0] + GAMMA * jnp.where(now[1], 0, later)
+    def discount(later: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        reward, done, future = now  # where the episode ended, `later` belongs to the next one
+        target = reward + GAMMA * jnp.where(done, future, later)
         return target, target
 
     keys = jax.random.split(jax.random.fold_in(key, jax.lax.axis_index(AXIS)), num_steps)
-    own, (obs, action, reward, done) = jax.lax.scan(play, own, keys)
-    _, target = jax.lax.scan(discount, network(params, own[1])[1], (reward, done), reverse=True)
+    own, (obs, action, *rewards) = jax.lax.scan(play, own, keys)
+    _, target = jax.lax.scan(discount, network(params, own[1])[1], tuple(rewards), reverse=True)
     # The loss is a mean over the processes, so every process gets the mean of all gradients.
     gradient, metrics = jax.grad(loss, has_aux=True)(params, obs, action, jax.lax.stop_gradient(target))
     change, opt_state = OPTIMIZER.update(gradient, opt_state, params)

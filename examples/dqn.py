@@ -180,9 +180,8 @@ class Agent:
         """Steps the envs once, and stores the transitions."""
         action = self.act(state.learned.params, state.obs_stats.normalize(playing.obs), progress, key)
         handle, timestep = jaxvec.step(playing.handle, action + self.first_action)
-        obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
-        # At the end of an episode, `obs` is already the first one of the next episode.
-        within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), obs)
+        # At the end of an episode, timestep.obs is already the first one of the next episode.
+        obs, within = encode(timestep.obs), encode(timestep.last_obs)
         transitions = Transition(playing.obs, action, timestep.reward, within, timestep.terminated)
         state = state._replace(
             buffer=self.buffer.add(state.buffer, transitions),

@@ -203,8 +203,7 @@ class Agent:
             log_prob, _ = evaluate(logits, action)
             handle, timestep = jaxvec.step(handle, action + self.first_action)
             # At the end of an episode, timestep.obs is already the first one of the next episode.
-            done, final_obs = timestep.terminated | timestep.truncated, timestep.info["final_obs"]
-            next_obs = jnp.where(done[:, None], encode(final_obs), encode(timestep.obs))
+            next_obs = encode(timestep.last_obs)
             info = {name: timestep.info[name] for name in ("episode_return", "episode_length")}
             ends = timestep._replace(obs=None, info=info)
             return (handle, timestep), Rollout(obs, next_obs, action, log_prob, ends)

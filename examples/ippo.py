@@ -199,14 +199,13 @@ class Agent:
             action = jax.random.categorical(key, logits)
             log_prob, _ = evaluate(logits, action)
             handle, timestep = jaxvec.step(handle, self.to_env(action))
-            over, info = timestep.terminated | timestep.truncated, timestep.info
+            over, info = timestep.done, timestep.info
             # At the end of an episode, the observations and masks are already those of the next episode.
             terminated, truncated = (
                 jnp.where(over[:, None], info["final_info"][name], info[name])
                 for name in ("terminated", "truncated")
             )
-            next_raw = self.encode(timestep.obs)
-            within = jnp.where(over[:, None, None], self.encode(info["final_obs"]), next_raw)
+            next_raw, within = self.encode(timestep.obs), self.encode(timestep.last_obs)
             _, next_value = self.network.apply(state.params, normalize(within))
             ends = terminated, terminated | truncated | over[:, None]
             steps = Steps(raw, obs, action, log_prob, value, next_value, timestep.reward, *ends, acted)

@@ -283,7 +283,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
             log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
             handle, timestep = jaxvec.step(handle, action)
             # The time limit counts as an end without a reward, as in other implementations.
-            done = timestep.terminated | timestep.truncated
+            done = timestep.done
             steps = Steps(obs, action, log_prob, value, timestep.reward, done)
             return (handle, timestep.obs), (steps, timestep)
 

@@ -226,14 +226,13 @@ class Agent:
         """Waits for the results of a decision. Returns the handle, what is seen, episodes and the step."""
         handle, timestep = jaxvec.recv(handle)
         _, reward, terminated, truncated, info = timestep
-        game_over = terminated | truncated
+        game_over = timestep.done
         # At the end of a game, frame and lives are already those of the next game.
         frames = push(decision.frames, timestep.obs)
         frames = jnp.where(game_over[:, None, None, None], repeated(timestep.obs), frames)
         # Only a truncated game, which is rare, needs the value of its last frame.
-        final = push(decision.frames, info["final_obs"])
-        value = partial(self.network.apply, params)
-        last = jax.lax.cond(truncated.any(), lambda: value(final)[1], lambda: jnp.zeros_like(decision.value))
+        final = lambda: self.network.apply(params, push(decision.frames, timestep.last_obs))[1]  # noqa: E731
+        last = jax.lax.cond(truncated.any(), final, lambda: jnp.zeros_like(decision.value))
         lost = jnp.where(game_over, info["final_info"]["lives"], info["lives"]) < decision.lives
         step = Steps(decision, last, jnp.sign(reward), terminated | lost, game_over | lost, game_over)
         return handle, Seen(info["env_id"], frames, info["lives"]), episodes.add(timestep), step

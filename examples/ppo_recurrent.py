@@ -191,13 +191,12 @@ class Agent:
             action = jax.random.categorical(key, logits)
             log_prob, _ = evaluate(logits, action)
             handle, timestep = jaxvec.step(handle, action + self.first_action)
-            next_raw, done = self.encode(timestep.obs), timestep.terminated | timestep.truncated
             # At the end of an episode, timestep.obs is already the first one of the next episode.
-            within = jnp.where(done[:, None], self.encode(timestep.info["final_obs"]), next_raw)
+            next_raw, within = self.encode(timestep.obs), self.encode(timestep.last_obs)
             _, _, next_value = self.network.apply(state.params, memory, normalize(within))
-            ends = timestep.terminated, done
+            ends = timestep.terminated, timestep.done
             steps = Steps(raw, obs, action, log_prob, value, next_value, timestep.reward, *ends)
-            return (Playing(handle, next_raw, empty(memory, done)), episodes.add(timestep)), steps
+            return (Playing(handle, next_raw, empty(memory, timestep.done)), episodes.add(timestep)), steps
 
         keys = jax.random.split(key, self.config.num_steps)
         (playing, episodes), steps = jax.lax.scan(play, (playing, state.episodes), keys)

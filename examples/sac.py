@@ -198,9 +198,8 @@ class Agent:
         obs = state.obs_stats.normalize(playing.obs)
         action = self.act(state.learned.weights.policy, obs, random, key)
         handle, timestep = jaxvec.step(playing.handle, self.to_env(action))
-        obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
-        # At the end of an episode, `obs` is already the first one of the next episode.
-        within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), obs)
+        # At the end of an episode, timestep.obs is already the first one of the next episode.
+        obs, within = encode(timestep.obs), encode(timestep.last_obs)
         transitions = Transition(playing.obs, action, timestep.reward, within, timestep.terminated)
         state = state._replace(
             buffer=self.buffer.add(state.buffer, transitions),

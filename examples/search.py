@@ -191,14 +191,11 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
 
     def outcome(learned: Learned, timestep: jaxvec.TimeStep) -> tuple[jax.Array, ...]:
         """Returns reward, discount, logits and value after a step."""
-        obs, done = encode(obs_space, timestep.obs), timestep.terminated | timestep.truncated
-        if "final_obs" in timestep.info:  # of the training envs, which have started another episode
-            obs = jnp.where(done[:, None], encode(obs_space, timestep.info["final_obs"]), obs)
-        logits, value = predict(learned, obs)
+        logits, value = predict(learned, encode(obs_space, timestep.last_obs))
         # The search stops at the end of an episode, but a truncated episode could have continued.
         cut = timestep.truncated & ~timestep.terminated
         reward = timestep.reward + jnp.where(cut, config.gamma * value, 0)
-        return reward, jnp.where(done, 0.0, config.gamma), logits, value
+        return reward, jnp.where(timestep.done, 0.0, config.gamma), logits, value
 
     def search(learned: Learned, handle: Any, obs: jax.Array, key: jax.Array, noise: float) -> Any:
         """Searches from the envs' states, and returns the handle and mctx's result."""
@@ -280,7 +277,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
 
         def unfinished(carry: Any) -> jax.Array:
             _, _, timestep, number = carry
-            return ~(timestep.terminated | timestep.truncated).all() & (number < config.eval_steps)
+            return ~timestep.done.all() & (number < config.eval_steps)
 
         def body(carry: Any) -> Any:
             film, handle, timestep, number = carry

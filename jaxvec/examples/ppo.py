@@ -251,9 +251,9 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
             _, reward, terminated, truncated, info = timestep
             # At the end of an episode, timestep.obs is already the first one of the next episode. The value
             # of its own last observation is needed only if it was truncated, which is rare.
-            final = inputs(info["final_obs"], info)
-            last = jax.lax.cond(truncated.any(), lambda: act(final)[1], lambda: jnp.zeros_like(value))
-            done, discounted = terminated | truncated, config.gamma * discounted + reward
+            final = lambda: act(inputs(timestep.last_obs, info))[1]  # noqa: E731
+            last = jax.lax.cond(truncated.any(), final, lambda: jnp.zeros_like(value))
+            done, discounted = timestep.done, config.gamma * discounted + reward
             steps = Steps(obs, action, log_prob, value, last, reward, terminated, done, discounted)
             playing = handle, inputs(timestep.obs, info), jnp.where(done, 0, discounted)
             return (playing, episodes.add(timestep)), steps

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import data_parallel
 import dqn
 import gymnasium
 import impala
@@ -28,11 +29,13 @@ import search
 from flax import linen as nn
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
+from jax.sharding import Mesh
 from support.runs import assert_same_params, load_params
 
 import jaxvec
 from jaxvec.logging import Run
 from jaxvec.normalize import RunningMeanStd
+from jaxvec.testing import CountingEnv
 
 KEY = jax.random.key(0)
 
@@ -376,6 +379,34 @@ def test_sac_s_targets_go_on_where_an_episode_was_only_truncated():
     (ended, _), (went_on, _) = ends_and_goes_on(loss, jnp.zeros((1, 1)))
     # Of the temperature, nothing of this depends on the end.
     assert went_on - ended == pytest.approx((2 + 2.5) ** 2 - 2**2, rel=1e-4)
+
+
+@pytest.mark.parametrize(("length", "future"), [(1, 0), (9, 5)])
+def test_data_parallel_bootstraps_only_what_goes_on(length, future):
+    """The time limit truncates each first step, which also terminates the episodes of length 1."""
+
+    def make():
+        env = gymnasium.wrappers.TransformObservation(
+            CountingEnv(length), lambda obs: obs.astype(np.float32), spaces.Box(-1, 99, (4,), np.float32)
+        )
+        return gymnasium.wrappers.TimeLimit(env, 1)
+
+    mesh = Mesh(jax.devices()[:1], data_parallel.AXIS)
+    same, split = data_parallel.SAME, data_parallel.SPLIT
+    program = jax.shard_map(
+        partial(data_parallel.update, 3),
+        mesh=mesh,
+        in_specs=(same, split, split, same),
+        out_specs=(same, split, same),
+    )
+    params = [(jnp.zeros((4, 3)), jnp.array([5.0, 0, 0]))]  # all values are 5
+    learner = params, data_parallel.OPTIMIZER.init(params)
+    with jaxvec.make(make, 2, num_workers=1) as envs:
+        handle, timestep = jaxvec.reset(envs)
+        own = handle, timestep.obs, jnp.zeros(2), jnp.zeros(2)
+        _, _, means = jax.jit(program)(learner, own, jnp.zeros(1), KEY)
+    target = data_parallel.REWARD_SCALE + data_parallel.GAMMA * future
+    assert means["value_loss"] == pytest.approx(0.5 * (target - 5) ** 2, rel=1e-4)
 
 
 def test_what_a_memory_is_trained_on_is_what_it_did():
