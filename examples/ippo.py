@@ -3,6 +3,7 @@
     python examples/ippo.py
     python examples/ippo.py --env pettingzoo.butterfly.knights_archers_zombies_v11
     python examples/ippo.py --resume runs/NAME
+    python examples/ippo.py --evaluate runs/NAME
 
 The file is complete: copy and change it. The agents share one network, and each learns from its own rewards.
 Agents may leave before the episode ends: the masks of the adapter mark the agents that act, and rows of
@@ -51,6 +52,7 @@ class Config:
     stop_at: float | None = option(None, "stop once the mean return of the agents reaches this value", float)
     save_every: int = option(100, "updates between two saves, each with an evaluation")
     eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
+    evaluate: str | None = option(None, "play episodes with the policy of the run in this folder", str)
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
     video: int = option(0, "number of envs to film; needs moviepy")
@@ -261,7 +263,7 @@ class Agent:
         return state, playing, metrics | {"explained_variance": 1 - unexplained}
 
     def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
-        """Plays an episode in each env with the most probable actions. Returns the mean return, `[]`."""
+        """Plays an episode in each env with the most probable actions. Returns the returns, `[num_envs]`."""
 
         def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, Any]:
             obs = state.obs_stats.normalize(self.encode(timestep.obs))
@@ -302,6 +304,10 @@ def train(config: Config, run: Run) -> None:
         agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
         program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
+        evaluation = lambda: score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))  # noqa: E731
+        if config.evaluate:
+            run.report(evaluation())
+            return
         with run.signals():
             run.show("compiling")
             stop = False
@@ -310,8 +316,7 @@ def train(config: Config, run: Run) -> None:
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))
                 learned = {"params": state.params, "stats": vars(state.obs_stats)}
                 run.save(state, playing, envs, params=learned)
-                evaluation = score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))
-                run.log(state.number * config.steps_per_update, evaluation=evaluation)
+                run.log(state.number * config.steps_per_update, evaluation=evaluation().mean())
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

@@ -2,6 +2,7 @@
 
     python examples/sac.py
     python examples/sac.py --resume runs/NAME
+    python examples/sac.py --evaluate runs/NAME
 
 The program has two critics, a policy that is squashed to the action bounds, and a learned temperature. The
 buffer is flashbax's: arrays on the device, which the compiled loop writes to. Each run has a folder in
@@ -49,6 +50,7 @@ class Config:
     stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
     save_every: int = option(100, "reports between two saves, each with an evaluation")
     eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
+    evaluate: str | None = option(None, "play episodes with the policy of the run in this folder", str)
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
     video: int = option(0, "number of envs to film; needs moviepy")
@@ -271,7 +273,7 @@ class Agent:
         return state._replace(number=state.number + 1), playing, jax.tree.map(jnp.nanmean, metrics)
 
     def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
-        """Plays an episode in each env with the policy's means. Returns the mean return, `[]`."""
+        """Plays an episode in each env with the policy's means. Returns the returns, `[num_envs]`."""
 
         def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, jax.Array]:
             obs = state.obs_stats.normalize(encode(timestep.obs))
@@ -304,6 +306,10 @@ def train(config: Config, run: Run) -> None:
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
         state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
         program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
+        evaluation = lambda: score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))  # noqa: E731
+        if config.evaluate:
+            run.report(evaluation())
+            return
         with run.signals():
             run.show("compiling")
             stop = False
@@ -312,8 +318,7 @@ def train(config: Config, run: Run) -> None:
                 state, playing, stop = jax.block_until_ready(program(state, playing, until))
                 learned = {"params": state.learned.weights.policy, "stats": vars(state.obs_stats)}
                 run.save(state, playing, envs, params=learned)
-                evaluation = score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))
-                run.log(state.number * config.steps_per_update, evaluation=evaluation)
+                run.log(state.number * config.steps_per_update, evaluation=evaluation().mean())
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

@@ -2,6 +2,7 @@ r"""Gumbel MuZero that plans with the envs themselves: it learns a policy and a 
 
     python examples/search.py
     python examples/search.py --resume runs/NAME
+    python examples/search.py --evaluate runs/NAME
 
 All of training is one `jax.jit`. Before each step, mctx searches a tree. The model is `jaxvec.simulate`,
 which steps copies of the envs. A network gives the prior policy and the value of each node. It learns the
@@ -61,6 +62,7 @@ class Config:
     save_every: int = option(32, "updates between two saves, each with an evaluation")
     eval_envs: int = option(8, "episodes of an evaluation, with the search and with the policy alone")
     eval_steps: int = option(10_000, "maximum number of steps of an evaluated episode")
+    evaluate: str | None = option(None, "play episodes with the search of the run in this folder", str)
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
     video: int = option(0, "number of evaluated episodes to film; needs moviepy")
@@ -273,7 +275,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         return jax.lax.while_loop(unfinished, lambda carry: update(*carry[:2]), carry)
 
     def evaluate(with_search: bool, learned: Learned, film: Any, handle: Any, timestep: Any) -> jax.Array:
-        """Plays an episode in each env without noise. Returns the mean return."""
+        """Plays an episode in each env without noise. Returns the returns, `[num_envs]`."""
 
         def unfinished(carry: Any) -> jax.Array:
             _, _, timestep, number = carry
@@ -292,17 +294,21 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
             return film, *jaxvec.step(handle, action), number + 1
 
         _, _, timestep, _ = jax.lax.while_loop(unfinished, body, (film, handle, timestep, 0))
-        return timestep.info["episode_return"].mean()
+        return timestep.info["episode_return"]
 
     state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
     program, stop = jax.jit(repeat), False
     alone, searched = (jax.jit(partial(evaluate, with_search)) for with_search in (False, True))
+    seed = config.seed + 10_000
+    if config.evaluate:
+        run.report(searched(state.learned, None, *jaxvec.reset(eval_envs, seed=seed)))
+        return
     with run.signals():
         run.show("compiling")
         while state.number < num_updates and not stop:
             until = jnp.minimum(state.number + config.save_every, num_updates)
             state, playing, stop = jax.block_until_ready(program(until, state, playing, stop))
-            learned, seed = state.learned, config.seed + 10_000
+            learned = state.learned
             stats = {"stats": vars(learned.obs_stats), "value_stats": vars(learned.value_stats)}
             run.save(state, playing, envs, params={"params": learned.train.params, **stats})
             if run.stopped:
@@ -310,7 +316,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
             policy = alone(learned, None, *jaxvec.reset(eval_envs, seed=seed))
             filmed = jaxvec.reset(film, seed=seed)[0] if film is not None else None
             score = searched(learned, filmed, *jaxvec.reset(eval_envs, seed=seed))
-            run.log(state.number * steps_per_update, evaluation=score, policy_evaluation=policy)
+            run.log(state.number * steps_per_update, evaluation=score.mean(), policy_evaluation=policy.mean())
 
 
 def make_envs(config: Config, env: Any, num_envs: int, **options: Any) -> jaxvec.VectorEnv:

@@ -47,6 +47,7 @@ Options = TypeVar("Options")
 
 _PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax", "orbax-checkpoint")
 _STATE = "state.npz"
+_TIMES = {"env_steps", "seconds", "steps_per_second"}  # columns of `Run` itself
 _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
 
 
@@ -147,21 +148,21 @@ def play_episodes(
         max_steps: Number of steps after which running episodes are cut.
 
     Returns:
-        Mean return of the episodes, `[]` float32. If the envs have several rewards, it is also their mean.
-        Episodes that a fault has cut do not count.
+        Returns of the episodes, `[num_envs]` float32; NaN for one that a fault has cut. If the envs have
+        several rewards, they are their means.
 
     Example:
         ```python
         with jaxvec.make("CartPole-v1", 8, autoreset_mode="EPISODIC") as envs:
             act = lambda memory, timestep: (memory, jnp.zeros(8, int))
             score = jax.jit(lambda *reset: jaxvec.logging.play_episodes(act, None, *reset))
-            print(float(score(*jaxvec.reset(envs, seed=0))))  # 9.375
+            print(float(score(*jaxvec.reset(envs, seed=0)).mean()))  # 9.375
         ```
     """
 
     def unfinished(carry: Any) -> jax.Array:
         _, _, timestep, number = carry
-        return ~(timestep.terminated | timestep.truncated).all() & (number < max_steps)
+        return ~timestep.done.all() & (number < max_steps)
 
     def body(carry: Any) -> Any:
         memory, handle, timestep, number = carry
@@ -169,8 +170,8 @@ def play_episodes(
         return memory, *step(handle, action), number + 1
 
     _, _, timestep, _ = jax.lax.while_loop(unfinished, body, (memory, handle, timestep, 0))
-    cut = jnp.asarray(timestep.info.get("fault", False))
-    return timestep.info["episode_return"].T.mean(where=~cut)  # the last axis is that of the envs
+    returns, cut = timestep.info["episode_return"], jnp.asarray(timestep.info.get("fault", False))
+    return jnp.where(cut, jnp.nan, returns.reshape(len(returns), -1).mean(1))
 
 
 class Run:
@@ -201,6 +202,7 @@ class Run:
         *,
         total_steps: int | None = None,
         resume: bool = False,
+        evaluate: bool = False,
         progress: bool = True,
         tensorboard: bool = False,
         wandb: bool = False,
@@ -211,32 +213,33 @@ class Run:
             folder: Path of the folder, such as `"runs/ppo"`. It must not contain a run, unless resumed.
             config: Options of the program for `config.json`, which also contains versions of packages.
             total_steps: Env steps of the whole run, for the progress line.
-            resume: Whether to continue the run in `folder` from its last `save`. Later lines are removed.
+            resume: Whether to continue the run in `folder` from its last `save`. Later lines are removed, and
+                those of the same step are replaced if they are logged again.
+            evaluate: Whether to only read the run in `folder`. Then `load` returns the state of training as
+                of the last `save`, without that of the envs.
             progress: Whether to show progress on stderr.
             tensorboard: Whether to write event files for TensorBoard, too; needs `tensorboardX`.
             wandb: Whether to log to Weights & Biases, too; needs `wandb`.
 
         Raises:
             FileExistsError: The folder contains a run.
-            FileNotFoundError: The run to resume has not been saved.
+            FileNotFoundError: The run to resume or evaluate has not been saved.
             ImportError: `tensorboardX` or `wandb` is missing.
         """
         self.folder: Path = Path(folder)
         self._csv = self.folder / "metrics.csv"
         self._total, self._progress = total_steps, progress
         self._rows: list[dict[str, Any]] = []
-        self._saved: Mapping[str, Any] | None = None  # by the run to resume
-        if resume:
+        self._saved: Mapping[str, Any] | None = None  # by the run to resume or evaluate
+        self._evaluate = evaluate
+        if resume or evaluate:
             with np.load(self.folder / _STATE) as file:
                 self._saved = dict(file)
-            with self._csv.open() as file:
-                for row in csv.DictReader(file):
-                    if float(row["env_steps"]) <= self._saved["env_steps"]:
-                        self._rows.append({name: float(text) for name, text in row.items() if text})
+            self._rows = self._read(self._saved["env_steps"])
         elif self._csv.exists():
             raise FileExistsError(f"{folder} contains a run; choose another name, or resume it")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not resume:
+        if self._saved is None:
             record = {"config": dict(config or {}), "versions": _versions()}
             (self.folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
         path, name = str(self.folder), self.folder.name
@@ -248,6 +251,8 @@ class Run:
             self._rewrite()
         before = self._rows[-1] if self._rows else {"env_steps": 0.0, "seconds": 0.0}
         self.env_steps: int = int(before["env_steps"])
+        # By their step and metrics: a resumed program may log those of the last step again.
+        self._resumed = {(row["env_steps"], frozenset(row.keys() - _TIMES)): row for row in self._rows}
         self._seconds = before["seconds"]
         self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
         self._signals: socket.socket | None = None
@@ -273,7 +278,7 @@ class Run:
         steps, seconds = np.asarray(env_steps).item(), time.perf_counter() - self._start
         rate = (steps - self.env_steps) / max(seconds - self._seconds, 1e-9)
         row = {"env_steps": steps, "seconds": round(seconds, 3), "steps_per_second": round(rate, 1)}
-        row |= {name: np.asarray(value).item() for name, value in metrics.items()}
+        row |= {name: +np.asarray(value).item() for name, value in metrics.items()}  # `+`: bools as 0 and 1
         if steps > self.env_steps:
             self.env_steps, self._seconds = int(steps), seconds
             shown = f"{steps:,} steps  {rate:,.0f} steps/s  return {row.get('episode_return', np.nan):.1f}"
@@ -281,9 +286,13 @@ class Run:
             self.show(shown if share is None else f"{share:4.0%}  {shown}", share == 1)
         else:
             del row["steps_per_second"]  # a second row of the same steps, such as of an evaluation
+        if again := self._resumed.pop((steps, frozenset(metrics)), None):
+            self._rows.remove(again)
+            row = again | row
         self._rows.append(row)
-        if new := [name for name in row if name not in self._columns]:
-            self._columns += new
+        new = [name for name in row if name not in self._columns]
+        self._columns += new
+        if new or again:
             self._rewrite()
         else:
             with self._csv.open("a", newline="") as file:
@@ -294,11 +303,19 @@ class Run:
         if self._wandb:
             self._wandb.log(row, step=int(steps))
 
+    def _read(self, env_steps: int) -> list[dict[str, Any]]:
+        """Returns the rows up to `env_steps`. A program that was killed may have cut the last line."""
+        text = self._csv.read_text() if self._csv.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        rows = ({name: float(text) for name, text in row.items() if text} for row in csv.DictReader(lines))
+        return [row for row in rows if row["env_steps"] <= env_steps]
+
     def _rewrite(self) -> None:
-        with self._csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(self._rows)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        self.write(self._csv.name, text.getvalue().encode())
 
     def show(self, text: str, always: bool = True) -> None:
         """Shows a line of progress on stderr; without a terminal at most every 10 s, unless `always`."""
@@ -398,6 +415,8 @@ class Run:
     def load(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> tuple[Any, Any]:
         """Returns `learned` and `playing` of the last `save`, if the run is resumed; else the arguments.
 
+        If the run is evaluated, it returns the saved `learned`, and the argument `playing`.
+
         Args:
             learned: State of a new run, with the same structure, shapes and dtypes.
             playing: State of new episodes. It is returned if the states of the envs were not saved.
@@ -409,7 +428,7 @@ class Run:
         if self._saved is None:
             return learned, playing
         packed = self._saved["envs"]
-        same = packed.size > 0 and envs is not None
+        same = packed.size > 0 and envs is not None and not self._evaluate
         leaves, structure = _leaves_by_name(learned, playing if same else None)
         for name, leaf in leaves.items():
             if envs is not None and isinstance(leaf, Handle):
@@ -435,9 +454,9 @@ class Run:
 
         Args:
             env: Gymnasium id, or a function that makes an env and takes the keyword `render_mode`.
-            number: Number of envs to film. With 0, the result is `env`.
+            number: Number of envs to film. With 0, or if the run is evaluated, the result is `env`.
         """
-        if not number:
+        if not number or self._evaluate:
             return env
         make = partial(gymnasium.make, find_spec(env)) if isinstance(env, str) else env
         videos = str(self.folder.absolute() / "videos")
@@ -453,6 +472,11 @@ class Run:
                 return gymnasium.wrappers.RecordVideo(film, videos, **options)
 
         return constructor
+
+    def report(self, returns: Any) -> None:
+        """Prints the result of an evaluation: mean and standard deviation of returns, `[num_episodes]`."""
+        returns = np.asarray(returns)
+        print(f"mean return {returns.mean():.6g} ± {returns.std():.3g} over {returns.size} episodes")
 
     def latest(self, name: str) -> float:
         """Returns the latest value of a metric; NaN without one."""
@@ -470,7 +494,7 @@ class Run:
             sys.stderr.write("\n")
         for writer in filter(None, (self._tensorboard, self._wandb)):
             (writer.close if writer is self._tensorboard else writer.finish)()
-        if "episode_return" not in self._columns:
+        if "episode_return" not in self._columns or self._evaluate:
             return
         try:
             from matplotlib.figure import Figure  # slow to import, so after the training
@@ -528,8 +552,9 @@ def training(
     Args:
         options: Dataclass with the options as fields, declared with `option`. It must have `seed` and
             `name`, the folder in `runs` or None. If they are fields, `env` is part of the default name, and
-            `total_steps`, `tensorboard` and `wandb` are passed to `Run`. A ValueError in `__post_init__`
-            becomes a usage error.
+            `total_steps`, `tensorboard` and `wandb` are passed to `Run`. A field `evaluate` is None, or the
+            folder of a run to evaluate with its options: the program loads it, plays episodes and calls
+            `run.report`. A ValueError in `__post_init__` becomes a usage error.
         argv: Words of the command line; by default those of this process.
         program: Name of the program, for the default name of the folder.
         about: Description for `--help`.
@@ -562,10 +587,15 @@ def training(
     for each in fields(options):  # pyright: ignore[reportArgumentType]
         parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
     try:
-        if resumed := parser.parse_args(argv).resume:  # with its options, except those that are given again
-            parser.set_defaults(**json.loads((resumed / "config.json").read_text())["config"])
-            if not (resumed / _STATE).exists():
-                raise ValueError(f"{resumed} has no {_STATE}: the run saved nothing to continue from")
+        given = vars(parser.parse_args(argv))
+        resumed, evaluated = given["resume"], given.get("evaluate")
+        if resumed and evaluated:
+            raise ValueError("--evaluate and --resume exclude each other")
+        old = Path(evaluated) if evaluated else resumed
+        if old:  # with its options, except those that are given again
+            parser.set_defaults(**json.loads((old / "config.json").read_text())["config"])
+            if not (old / _STATE).exists():
+                raise ValueError(f"{old} has no {_STATE}: the run saved nothing to continue from or evaluate")
         known = vars(parser.parse_args(argv))
         del known["resume"]
         config = options(**known)
@@ -575,11 +605,12 @@ def training(
         parser.error(str(error))
     env = [known["env"].replace("/", "-")] if "env" in known else []
     default = "_".join([program, *env, str(known["seed"]), time.strftime("%Y%m%d-%H%M%S")])
-    folder = resumed or Path("runs") / (known["name"] or default)
-    run_options = {name: known.get(name, False) and not quiet for name in ("tensorboard", "wandb")}
-    run_options |= {"total_steps": known.get("total_steps"), "resume": resumed is not None}
+    folder = old or Path("runs") / (known["name"] or default)
+    extra = not quiet and not evaluated
+    run_options = {name: known.get(name, False) and extra for name in ("tensorboard", "wandb")}
+    run_options |= {"total_steps": known.get("total_steps"), "resume": bool(resumed)}
     try:
-        with Run(folder, known, progress=not quiet, **run_options) as run:
+        with Run(folder, known, progress=not quiet, evaluate=bool(evaluated), **run_options) as run:
             yield config, run
     except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
         sys.stderr.write("interrupted\n")
@@ -590,7 +621,7 @@ def training(
     text = f"score {score:.6g}, mean return {mean:.1f}, {steps}\nresults are in {folder}"
     if run.stopped:
         text = f"stopped after {steps}, score {score:.6g}; continue with --resume {folder}"
-    if not quiet:
+    if extra:
         print(text)
     if run.stopped:
         raise SystemExit(130)

@@ -2,6 +2,7 @@
 
     python -m jaxvec.examples.ppo --env Pendulum-v1
     python -m jaxvec.examples.ppo --resume runs/NAME
+    python -m jaxvec.examples.ppo --evaluate runs/NAME
 
 The compiled loop steps the Python envs, which run in worker processes. Observations are Box, Discrete,
 MultiDiscrete or MultiBinary spaces, or Dicts and Tuples of them. A CNN processes uint8 images. A leaf
@@ -51,6 +52,7 @@ class Config:
     save_every: int = option(100, "updates between two saves, each with an evaluation")
     eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
     eval_steps: int = option(10_000, "maximum number of steps of an evaluated episode")
+    evaluate: str | None = option(None, "play episodes with the policy of the run in this folder", str)
     seed: int = option(0, "random seed")
     name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
     video: int = option(0, "number of envs to film; needs moviepy")
@@ -291,7 +293,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         return jax.lax.while_loop(unfinished, lambda carry: update(*carry[:2]), carry)
 
     def evaluate(state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
-        """Plays an episode in each env with the most probable actions. Returns the mean return."""
+        """Plays an episode in each env with the most probable actions. Returns the returns, `[num_envs]`."""
 
         def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, jax.Array]:
             obs = inputs(timestep.obs, timestep.info)
@@ -302,6 +304,10 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
 
     state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
     program, score, stop = jax.jit(repeat), jax.jit(evaluate), False
+    evaluation = lambda: score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))  # noqa: E731
+    if config.evaluate:
+        run.report(evaluation())
+        return
     with run.signals():
         run.show("compiling")
         while state.number < num_updates and not stop:
@@ -309,8 +315,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
             state, playing, stop = jax.block_until_ready(program(until, state, playing, stop))
             learned = {"params": state.learned.params, "stats": vars(state.obs_stats)}
             run.save(state, playing, envs, params=learned)
-            evaluation = score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))
-            run.log(state.number * steps_per_update, evaluation=evaluation)
+            run.log(state.number * steps_per_update, evaluation=evaluation().mean())
 
 
 def make_envs(config: Config, env: Any, num_envs: int, **options: Any) -> jaxvec.VectorEnv:

@@ -73,7 +73,7 @@ def test_impala_trains_and_continues_with_what_it_saved(options):
     ],
     ids=["dqn", "sac", "ppo_recurrent", "search"],
 )
-def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
+def test_a_resumed_program_equals_an_uninterrupted_one(program, options, capsys):
     words = [*options.split(), *["--num-envs", "4", "--num-steps", "50", "--total-steps", "900"]]
     words += ["--num-workers", "1", "--save-every", "2", "--name"]
     whole = program.main([*words, "whole"])
@@ -94,6 +94,9 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options):
     assert_same_params("runs/half", "runs/whole")
     assert np.isfinite(whole.latest("evaluation"))
     assert resumed.latest("evaluation") == whole.latest("evaluation")
+    capsys.readouterr()
+    program.main(["--evaluate", "runs/half"])
+    assert capsys.readouterr().out.startswith(f"mean return {whole.latest('evaluation'):.6g} ± ")
 
 
 @pytest.mark.parametrize("program", [dqn, ppo_recurrent], ids=["dqn", "ppo_recurrent"])
@@ -121,6 +124,9 @@ def test_an_evaluation_plays_the_best_actions(program, capsys):
         returns.append(total)
     assert run.latest("evaluation") == pytest.approx(np.mean(returns))
     assert f"score {np.mean(returns):.6g}," in capsys.readouterr().out
+    program.main(["--evaluate", "runs/a"])
+    expected = f"mean return {np.mean(returns):.6g} ± {np.std(returns):.3g} over 3 episodes\n"
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.nightly

@@ -92,23 +92,28 @@ def test_ppo_trains_and_writes_a_folder(env, capsys):
     assert "100%  960 steps" in printed.err
 
 
-def score_of(folder):
-    """Returns the mean return of the saved parameters in Gymnasium's own loop."""
+def returns_of(folder):
+    """Returns the returns of episodes with the saved parameters in Gymnasium's own loop."""
     config = ppo.Config(**json.loads((folder / "config.json").read_text())["config"])
     saved = load_params(folder)
     stats, returns = RunningMeanStd(**saved["stats"]), []
     for number in range(config.eval_envs):
         env = gymnasium.make(config.env)
         network = jax.jit(ppo.ActorCritic(env.action_space).apply)
-        obs, _ = env.reset(seed=config.seed + 10_000 + number)
+        start = int(env.action_space.start)
+        obs, info = env.reset(seed=config.seed + 10_000 + number)
         returns.append(0.0)
         for _ in range(config.eval_steps):
-            outputs, _ = network(saved["params"], stats, ppo.encode(env.observation_space, obs[None]))
-            obs, reward, terminated, truncated, _ = env.step(int(outputs.argmax()))
+            batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], obs)
+            encoded = ppo.encode(env.observation_space, batch)
+            if config.mask_info:
+                encoded = encoded._replace(mask=info["action_mask"][None] > 0)
+            outputs, _ = network(saved["params"], stats, encoded)
+            obs, reward, terminated, truncated, info = env.step(start + int(outputs.argmax()))
             returns[-1] += float(reward)
             if terminated or truncated:
                 break
-    return np.mean(returns)
+    return returns
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -131,7 +136,7 @@ def test_a_signal_ends_a_copy_of_ppo_with_results(name, capsys):
     assert out.startswith("stopped after ")
     assert out.endswith("continue with --resume runs/a\n")
     score = out.partition("score ")[2].partition(";")[0]
-    assert f"{score_of(Path('runs/a')):.6g}" == score
+    assert f"{np.mean(returns_of(Path('runs/a'))):.6g}" == score
     assert f"{column('runs/a', 'evaluation')[-1]:.6g}" == score
     assert Path("runs/a/curve.png").exists()
 
@@ -227,13 +232,34 @@ class MaskedEnv(gymnasium.Env):
 
 
 @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "info"])
-def test_ppo_learns_from_images_with_legal_actions(leaf, register):
+def test_ppo_learns_from_images_with_legal_actions(leaf, register, capsys):
     register("Masked-v0", lambda: MaskedEnv(leaf), disable_env_checker=True)
     options = "--env Masked-v0 --num-envs 8 --num-workers 1 --num-steps 32 --total-steps 5120 --gamma 0.5"
     words = [*options.split(), "--eval-envs", "2", "--name", "a", *([] if leaf else ["--mask-info"])]
     result = ppo.main(words)
     assert column("runs/a", "episode_return")[0] < 7
     assert result.latest("evaluation") > 8
+    before = {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    ppo.main(["--evaluate", "runs/a"])
+    returns = returns_of(Path("runs/a"))
+    expected = f"mean return {np.mean(returns):.6g} ± {np.std(returns):.3g} over 2 episodes\n"
+    assert capsys.readouterr().out == expected
+    assert np.mean(returns) == result.latest("evaluation")
+    ppo.main(["--evaluate", "runs/a", "--eval-envs", "5", "--video", "2"])
+    assert capsys.readouterr().out.endswith(" over 5 episodes\n")
+    assert before == {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
+
+
+def test_evaluate_refuses_a_folder_without_a_saved_run(capsys):
+    Path("runs/a").mkdir(parents=True)
+    for words, message in (
+        (["--evaluate", "runs/b"], "No such file or directory: 'runs/b/config.json'"),
+        (["--evaluate", "runs/a", "--resume", "runs/a"], "--evaluate and --resume exclude each other"),
+    ):
+        with pytest.raises(SystemExit):
+            ppo.main(words)
+        assert message in capsys.readouterr().err
 
 
 def test_convolutions_on_the_cpu_equal_those_of_jax():

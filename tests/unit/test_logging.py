@@ -222,7 +222,8 @@ def test_a_cut_episode_is_not_part_of_an_evaluation(make):
     def act(memory, timestep):
         return memory + 1, jnp.array([HARM, 1]) * memory
 
-    assert play_episodes(act, 0, *jaxvec.reset(envs, seed=0)) == 1 + 2 + 1
+    returns = play_episodes(act, 0, *jaxvec.reset(envs, seed=0))
+    np.testing.assert_array_equal(returns, [np.nan, 1 + 2 + 1])
 
 
 def rows_of(folder):
@@ -252,7 +253,7 @@ def test_played_episodes_are_those_of_gymnasium(make, max_steps):
 
     envs = make("CartPole-v1", 4, num_workers=1, autoreset_mode="EPISODIC")
     play = jax.jit(partial(play_episodes, act, jnp.zeros(4, int), max_steps=max_steps))
-    assert play(*jaxvec.reset(envs, seed=7)) == np.mean(returns)
+    assert play(*jaxvec.reset(envs, seed=7)).tolist() == returns
 
 
 def test_a_run_writes_what_compiled_programs_log(tmp_path, capsys):
@@ -325,6 +326,93 @@ def test_a_resumed_run_continues_from_its_last_save(tmp_path):
         loaded, playing = run.load(fresh, "new")
         assert playing == "new"
         assert loaded["number"] == 7
+
+
+@pytest.mark.parametrize("cut", ["3", "30,", "25,1.", "25,1.0,2", "25,1.0,2.0,1"])
+def test_a_cut_last_line_of_metrics_does_not_hinder_a_resume(tmp_path, cut):
+    with Run(tmp_path) as run:
+        run.log(10, loss=1)
+        run.log(25, loss=2, flag=np.bool_(True))
+        run.save({})
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write(cut)  # the program was killed while it wrote this line
+    with Run(tmp_path, resume=True) as run:
+        np.testing.assert_array_equal(run.metrics()["env_steps"], [10, 25])
+        np.testing.assert_array_equal(run.metrics()["flag"], [np.nan, 1])
+        run.log(30, loss=3)
+    assert [float(row["loss"]) for row in rows_of(tmp_path)] == [1, 2, 3]
+
+
+def test_a_run_that_saved_before_it_logged_is_resumed(tmp_path):
+    with Run(tmp_path) as run:
+        run.save({})
+    with Run(tmp_path, resume=True) as run:
+        run.log(10, loss=1)
+    assert [float(row["loss"]) for row in rows_of(tmp_path)] == [1]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_while_columns_are_added_keeps_all_metrics(tmp_path, monkeypatch):
+    def die(*_):
+        raise Killed
+
+    run = Run(tmp_path)
+    run._log(10, {"loss": 1})
+    monkeypatch.setattr(csv.DictWriter, "writerows", die)
+    with pytest.raises(Killed):
+        run._log(20, {"loss": 2, "entropy": 3})
+    assert [float(row["loss"]) for row in rows_of(tmp_path)] == [1]
+
+
+def test_rows_logged_again_after_a_resume_come_once(tmp_path):
+    with Run(tmp_path) as run:
+        run.log(0, loss=9)
+        run.log(10, loss=1)
+        run.save({})
+        run.log(10, evaluation=np.nan)
+        run.log(10, loss=2, evaluation=5)
+    with Run(tmp_path, resume=True) as run:  # such as a program that evaluates before each update
+        run.log(10, evaluation=6)
+        run.log(20, loss=3)
+        run.log(20, loss=4)  # not of the run before
+        assert run.latest("evaluation") == 6
+    with Run(tmp_path, resume=True) as run:
+        run.log(10, loss=8)
+        run.log(10, evaluation=7)
+    rows = [(float(row["env_steps"]), row["loss"], row["evaluation"]) for row in rows_of(tmp_path)]
+    assert rows == [(0, "9.0", ""), (10, "2.0", "5.0"), (10, "8", ""), (10, "", "7")]
+    assert rows_of(tmp_path)[2]["steps_per_second"]  # of the first row
+    seconds = [float(row["seconds"]) for row in rows_of(tmp_path)]
+    assert seconds == sorted(seconds)
+
+
+def files_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_evaluated_run_is_only_read(tmp_path, capsys):
+    learned = {"weight": jnp.arange(3)}
+    with jaxvec.make("CartPole-v1", 2, num_workers=1, states=2) as envs, Run(tmp_path) as run:
+        handle, timestep = jaxvec.reset(envs, seed=0)
+        run.log(10, episode_return=1)
+        run.save(learned, (handle, timestep.obs), envs)
+        run.log(20, episode_return=2)
+        jax.effects_barrier()
+        before = files_of(tmp_path)
+        with Run(tmp_path, evaluate=True) as run:
+            loaded, playing = run.load(jax.tree.map(jnp.zeros_like, learned), (handle, timestep.obs), envs)
+            assert run.film("CartPole-v1", 2) == "CartPole-v1"
+            run.report(jnp.float32([1, 3, 5]))
+        assert files_of(tmp_path) == before
+        assert playing[0] is handle
+        assert run.env_steps == 10
+        assert run.latest("episode_return") == 1
+        jaxvec.step(handle, jnp.zeros(2, int))  # the episodes were not replaced
+    np.testing.assert_array_equal(loaded["weight"], learned["weight"])
+    assert capsys.readouterr().out == "mean return 3 ± 1.63 over 3 episodes\n"
 
 
 @pytest.mark.jax_version
