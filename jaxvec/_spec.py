@@ -127,7 +127,8 @@ def select(ended: Any, final: Any, new: Any, name: str) -> Any:
         return {key: select(ended, final[key], each, f"{name}[{key!r}]") for key, each in new.items()}
     if isinstance(new, tuple) and isinstance(final, tuple) and len(final) == len(new):
         pairs = enumerate(zip(final, new, strict=True))
-        return tuple(select(ended, *pair, f"{name}[{place}]") for place, pair in pairs)
+        make: Any = getattr(type(new), "_make", tuple)  # a namedtuple's
+        return make([select(ended, *pair, f"{name}[{place}]") for place, pair in pairs])
     return _select_leaf(ended, final, new, name)
 
 

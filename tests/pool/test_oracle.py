@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import gymnasium
 import jax
@@ -298,6 +299,11 @@ def test_last_obs_without_final_obs_is_an_error(make):
         made.last_obs  # noqa: B018
 
 
+class Pair(NamedTuple):
+    image: np.ndarray
+    half: np.ndarray
+
+
 def test_last_obs_of_replaced_obs_or_info_is_an_error(make):
     timestep = make(NestedEnv, 2, num_workers=1).reset(seed=0)
     obs, info = timestep.obs, timestep.info
@@ -312,6 +318,10 @@ def test_last_obs_of_replaced_obs_or_info_is_an_error(make):
     ):
         with pytest.raises(ValueError, match=message):
             broken.last_obs  # noqa: B018
+    pair = lambda tree: Pair(tree["image"], tree["half"])  # noqa: E731
+    named = timestep._replace(obs=pair(obs), info=info | {"final_obs": pair(info["final_obs"])})
+    assert isinstance(named.last_obs, Pair)
+    np.testing.assert_array_equal(named.last_obs.half, obs["half"])
     whole = jax.tree.map(lambda leaf: leaf.astype(np.float32), timestep)
     assert whole.last_obs["image"].dtype == np.float32
     jax.tree.map(np.testing.assert_array_equal, timestep._replace(reward=info).last_obs, obs)
