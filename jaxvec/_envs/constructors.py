@@ -32,7 +32,15 @@ from jaxvec._config import PoolConfig
 from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.envs import AttributeErrorContext, AttributeFailure, BatchedEnv, Env, EnvErrorContext, EnvFn
+from jaxvec._envs.envs import (
+    AttributeErrorContext,
+    AttributeFailure,
+    BatchedEnv,
+    Env,
+    EnvErrorContext,
+    EnvFn,
+    innermost,
+)
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._spec import EnvSpaces
@@ -241,7 +249,7 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
             env_id += env.num_envs if isinstance(env, VectorEnv) else 1
         with EnvErrorContext(first, "metadata"):
             metadata = dict(envs[0].metadata)
-        render_mode, env_class = _read(envs[0], first, "render_mode"), type(envs[0].unwrapped).__name__
+        render_mode, env_class = _read(envs[0], first, "render_mode"), type(innermost(envs[0])).__name__
         return Description(spaces, metadata, render_mode, info, mismatch, env_class)
 
 

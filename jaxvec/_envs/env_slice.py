@@ -195,6 +195,7 @@ class EnvSlice(Slice):
                     lends=False,
                 ).step_from
             ),
+            others=lambda: self._slots.named,
         )
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import gymnasium
 import numpy as np
@@ -83,27 +83,88 @@ def put_attr(env: Env, name: str, value: Any) -> None:
         env.set_wrapper_attr(name, value)
 
 
-def build_env(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list[Any]:
+def build_env(
+    env_fns: Sequence[EnvFn],
+    first: int,
+    size: int | None = None,
+    *,
+    use: str | None = None,
+    others: Iterable[tuple[str | int, Any]] = (),
+) -> list[Any]:
     """Builds the envs from slot `first` on. If one fails, closes the others.
 
     With `size`, each constructor builds a batched env with as many envs.
 
+    Args:
+        use: Use of the new envs, for errors, if they get no slot.
+        others: Use or first slot of each env that exists already. No new env may be one of them.
+
     Raises:
-        EnvFailure: A constructor raised, or did not return an env.
+        EnvFailure: A constructor raised, or did not return a new env.
     """
     envs: list[Any] = []
+    known: dict[int, tuple[str, Any]] = {}
+    for owner, env in others:
+        _check_distinct(env, owner, known)
     for number, env_fn in enumerate(env_fns):
         env_id = first + number * (size or 1)
         try:
             with EnvErrorContext(env_id, "constructor"):
                 env = env_fn()
                 _check_kind(env, size)
+                _check_distinct(env, use or env_id, known)
             envs.append(env)
         except BaseException:
             with suppress(EnvFailure):
                 close_envs(envs, first, size)
             raise
     return envs
+
+
+def innermost(env: Any) -> Any:
+    """Returns the env inside all wrappers."""
+    while isinstance(env, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
+        inner = inspect.getattr_static(env, "env", None)
+        if not _is_stepped(inner):
+            break
+        env = inner
+    try:
+        unwrapped = env.unwrapped
+    except Exception:  # the env's own property
+        return env
+    return unwrapped if _is_stepped(unwrapped) else env
+
+
+def _is_stepped(value: Any) -> bool:
+    return all(callable(getattr(type(value), name, None)) for name in ("reset", "step"))
+
+
+def _check_distinct(env: Any, owner: str | int, known: dict[int, tuple[str, Any]]) -> None:
+    """Raises `ValueError` if an env shares an object with a known one; adds its objects to these.
+
+    `owner` is the use of an env that has no slot, or else its first slot. `known` has the use and the object
+    by its id.
+    """
+    for place, part in _parts(env):
+        name = owner if isinstance(owner, str) else f"env {owner + place}"
+        if id(part) in known:
+            raise ValueError(
+                f"the function that makes the envs returned the same env for {known[id(part)][0]} and "
+                f"{name}; build a new env in each call, as in lambda: gymnasium.make(id), not lambda: env"
+            )
+        known[id(part)] = name, part
+
+
+def _parts(env: Any) -> Iterator[tuple[int, Any]]:
+    """Yields the objects that no other env may contain, each with its place in the env if that is batched."""
+    inner = innermost(env)
+    adapted = inspect.getattr_static(inner, "adapted", None)  # the env inside an adapter
+    yield 0, adapted if _is_stepped(adapted) else inner
+    parts: Any = inspect.getattr_static(inner, "envs", None)  # as in `SyncVectorEnv`
+    if isinstance(inner, gymnasium.vector.VectorEnv) and isinstance(parts, list | tuple):
+        for place, part in enumerate(cast("list[Any]", parts)):
+            if isinstance(part, gymnasium.Env):
+                yield place, innermost(part)
 
 
 def _check_kind(env: Any, size: int | None) -> None:

@@ -18,6 +18,7 @@ from jaxvec._memory.segment import Arrays, Rows, index_of, make_layout, private_
 from jaxvec._spec import PoolSpec
 from jaxvec._util import dumps
 
+_USE = "simulate"  # of the envs here, for errors
 _MAX_ROWS = 64  # rows of steps that are in memory at the same time
 
 # Steps an env from each state in turn, into the first rows, and appends the next states to the list. It notes
@@ -36,11 +37,13 @@ class Simulator:
         running: memoryview,
         spec: PoolSpec,
         stepper_of: Callable[[list[Env], EnvFn, Arrays], Stepper],
+        others: Callable[[], list[tuple[str | int, Env]]],
     ) -> None:
         self.steps = 0  # so far
         self._env_fns, self._first, self._running = env_fns, first, running
         self._spec = replace(spec, num_envs=_MAX_ROWS, batch_size=_MAX_ROWS)
         self._stepper_of = stepper_of  # takes envs, the function that built them, and their arrays
+        self._others = others  # returns the envs of the pool, each with its slot
         self._kinds: list[Hashable] | None = None
         # Built when needed: the env of each kind, its stepper, statistics, and leaves of actions and results.
         self._built: dict[Hashable, tuple[Env, Stepper, memoryview, Rows, Rows]] = {}
@@ -118,7 +121,8 @@ class Simulator:
 
     def _build(self, kind: Hashable, slot: int) -> None:
         env_fn = self._env_fns[slot - self._first]
-        envs = build_env([env_fn], slot)
+        own = [(_USE, env) for env, *_ in self._built.values()]
+        envs = build_env([env_fn], slot, use=_USE, others=[*self._others(), *own])
         with EnvErrorContext(slot, "simulate"):
             arrays = private_segment(self._layout)
             # Before the reset, because `StatefulEnv` has to observe the env from its first reset on.

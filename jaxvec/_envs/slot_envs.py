@@ -143,6 +143,9 @@ def check_member(space: Space[Any], value: Any, path: KeyPath) -> None:
 # --- Spare envs, which a worker resets while it has nothing else to do -----------------------------------
 
 
+_SPARE = "a spare env"
+
+
 @dataclass
 class Spare:
     """An env that holds no slot."""
@@ -172,11 +175,18 @@ class Spares:
     def envs(self) -> list[Env]:
         return [spare.env for spare in self._queue]
 
-    def build(self, count: int, env_fns: Sequence[EnvFn], first: int) -> None:
+    @property
+    def named(self) -> list[tuple[str, Env]]:
+        """The envs, each with its use in words."""
+        return [(_SPARE, env) for env in self.envs]
+
+    def build(self, count: int, env_fns: Sequence[EnvFn], first: int, envs: Sequence[Env]) -> None:
         """Builds `count` envs with the functions of the envs `first`, `first + 1`, …, in turn."""
         for i in range(count):
             which = i % len(env_fns)
-            (env,) = build_env([env_fns[which]], first + which)
+            (env,) = build_env(
+                [env_fns[which]], first + which, use=_SPARE, others=[*enumerate(envs, first), *self.named]
+            )
             self._queue.append(Spare(env))
 
     def reseed(self, seed: int) -> None:
@@ -304,6 +314,12 @@ class SlotEnvs:
             ]
         self.targets = WrapperBypass(self.called, bypass=self._bypass)
 
+    @property
+    def named(self) -> list[tuple[str | int, Env]]:
+        """The envs of this process, each with its slot, or its use in words."""
+        own = [env.own if isinstance(env, Guest) else env for env in self.envs]
+        return [*enumerate(own, self._first), *self.spares.named]
+
     def changed(self, index: int) -> None:
         """Notes that an env was replaced, or that user code may have changed it."""
         self.targets.set_env(index, self.called[index])
@@ -345,7 +361,8 @@ class SlotEnvs:
         self.settle(index)
         with suppress(BaseException):
             self.envs[index].close()
-        (self.envs[index],) = build_env([self._env_fns[index]], self._first + index)
+        others = [other for other in self.named if other[0] != self._first + index]
+        (self.envs[index],) = build_env([self._env_fns[index]], self._first + index, others=others)
         if self._takes_states:
             self.stateful[index] = self._make_stateful(self.envs[index])
         self._unlent.add(index)

@@ -298,7 +298,7 @@ def run_worker(channel: Channel) -> None:
             handed: HandedOver | None = None
             try:
                 with _reporting(channel):
-                    spares.build(config.spare_envs, env_fns, setup.first)
+                    spares.build(config.spare_envs, env_fns, setup.first, envs)
                     description = describe(
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )

@@ -290,12 +290,6 @@ class DummyVecEnv(_PooledVecEnv):
         self.envs: list[gymnasium.Env[Any, Any]] = envs
         builders = [partial(_build, envs, place, env_fn) for place, env_fn in enumerate(env_fns)]
         super().__init__(builders, {**options, "backend": "serial"})
-        if len({id(env.unwrapped) for env in envs}) < len(envs):
-            self.close()
-            raise ValueError(
-                "env_fns returned the same env more than once; each has to make a new one, as in "
-                "[lambda: gymnasium.make(env_id)] * num_envs, and not in [lambda: env] * num_envs"
-            )
         self.metadata: dict[str, Any] = envs[0].metadata
 
     def step_async(self, actions: Any) -> None:

@@ -412,3 +412,9 @@ def test_dm_control_is_rendered(make):
     assert [(frame.shape, frame.dtype) for frame in frames] == [((48, 64, 3), np.uint8)] * 3
     assert frames[0].std() > 1
     assert frames.shape == (3, 48, 64, 3)
+
+
+def test_make_refuses_one_env_behind_two_adapters():
+    walk = Walk()
+    with pytest.raises(jaxvec.EnvError, match="the same env for env 0 and env 1;"):
+        jaxvec.make(lambda: DmEnv(walk), 2, backend="serial")

@@ -235,7 +235,7 @@ def test_envs_of_a_worker_are_their_own():
     envs = SubprocVecEnv([lambda: env] * 3, num_workers=1)
     assert envs.reset()[:, 0].tolist() == [1, 1, 1]
     envs.close()
-    with pytest.raises(ValueError, match="the same env more than once"):
+    with pytest.raises(ValueError, match="the same env for env 0 and env 1;"):
         DummyVecEnv([lambda: env] * 3)
 
 
