@@ -45,6 +45,7 @@ def start(
     objects: bool = False,
     equal_spaces: bool = True,
     resets_required: bool = True,
+    shares_values: bool = False,
     place: Place | None = None,
 ) -> VectorEnv:
     """Starts a pool for `make` or a compatibility API.
@@ -58,6 +59,8 @@ def start(
         objects: True to store leaves without fixed shape as Python objects, which JAX can't use, not padded.
         equal_spaces: True if the observation spaces of all envs must be equal; otherwise bounds may differ.
         resets_required: True if steps of envs that must be reset first raise.
+        shares_values: True if envs of the serial backend get values of calls, attributes and reset options
+            themselves, as in the vector envs of other libraries that use no processes.
         place: Target of the time steps that `VectorEnv` returns; `None` for NumPy arrays.
     """
     if isinstance(env, BatchedVectorEnv):
@@ -81,7 +84,7 @@ def start(
     if python is not None:
         env_fns = [partial(foreign_env.build_adapted, env_fn) for env_fn in env_fns]
     declared, learnt = undeclared(config.info)
-    recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces)
+    recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces, shares_values=shares_values)
     workers = _workers(recipe, cluster, learn_info=bool(learnt))
     try:
         description = workers.description

@@ -377,9 +377,9 @@ class VectorEnv:
 
         Args:
             name: Name of the method. A dotted name, such as `"simulator.pause"`, also works.
-            *args: Positional arguments of each call.
+            *args: Positional arguments of each call. Each env gets its own copy.
             indices: Envs to call, as in `infos`.
-            **kwargs: Keyword arguments of each call.
+            **kwargs: Keyword arguments of each call; copied, too.
 
         Returns:
             One result per env, in the order of `indices`.
@@ -463,8 +463,8 @@ class VectorEnv:
 
         Args:
             name: Name of the attribute.
-            values: One value for all envs, or a list or tuple with one value per env. To set a list as the
-                value, pass `[[1, 2]] * envs.num_envs`.
+            values: One value, of which each env gets a copy, or a list or tuple with one value per env. To
+                set a list as the value, pass `[[1, 2]] * envs.num_envs`.
             indices: Envs, as in `infos`.
 
         Raises:

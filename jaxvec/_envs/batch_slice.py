@@ -147,14 +147,15 @@ class BatchSlice(Slice):
     # Calls, attributes and `map` use each instance once. A result with one entry per env is split into rows.
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        def call(instance: Any, *mine: Any) -> Any:
+        def call(instance: Any, mine: Sequence[Any], keywords: Any) -> Any:
             # Not all vector envs have `call`, and those that do may not forward `render`.
             if callable(getattr(instance, "call", None)) and name != "render":
-                return instance.call(name, *mine, **kwargs)
+                return instance.call(name, *mine, **keywords)
             attribute = attrgetter(name)(instance)
-            return attribute(*mine, **kwargs) if callable(attribute) else attribute
+            return attribute(*mine, **keywords) if callable(attribute) else attribute
 
-        return self._apply(slots, args, call, lambda slot: AttributeErrorContext(slot, name))
+        each = [(mine, kwargs) for mine in args]
+        return self._apply(slots, each, call, lambda slot: AttributeErrorContext(slot, name))
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
         def read(instance: Any) -> Any:
@@ -171,7 +172,7 @@ class BatchSlice(Slice):
         by_instance: dict[int, dict[int, Any]] = {}
         for slot, value in zip(slots, values, strict=True):
             which, row = divmod(slot - self.first, self._size)
-            by_instance.setdefault(which, {})[row] = value
+            by_instance.setdefault(which, {})[row] = self._copied(value)
         for which, rows in by_instance.items():
             instance: Any = self._instances[which]
             with AttributeErrorContext(self.first + which * self._size + min(rows), f"set_attr({name!r})"):
@@ -207,7 +208,7 @@ class BatchSlice(Slice):
             which, row = divmod(slot - self.first, self._size)
             if which not in answers:
                 with error_context(slot):
-                    answers[which] = function(self._instances[which], *mine)
+                    answers[which] = function(self._instances[which], *self._copied(mine))
             value = answers[which]
             batched = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
             results.append(value[row] if batched else value)

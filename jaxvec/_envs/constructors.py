@@ -44,6 +44,7 @@ from jaxvec._envs.envs import (
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._spec import EnvSpaces
+from jaxvec._util import copied
 
 # --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------
 
@@ -99,13 +100,15 @@ def resolve(
     ]
     if configs is not None and len(configs) != len(places):
         raise ValueError(f"env_configs has {len(configs)} configs, but there are {len(places)} envs to make")
-    each = [{}] * len(places) if configs is None else configs
+    # The caller may change the values later, and workers can be replaced at any time.
+    env_kwargs, each = copied((env_kwargs, tuple(map(dict, configs or ()))))
+    each = each or [{}] * len(places)
     if isinstance(env, (str, EnvSpec)):
         if size is not None:
             raise TypeError("envs_per_instance goes with a callable that makes a gymnasium.vector.VectorEnv")
         # Resolve the id here, because it may be registered in this process only.
         spec = load_from_main(find_spec(env) if isinstance(env, str) else env)
-        return [partial(gymnasium.make, spec, **{**env_kwargs, **config}) for config in each]
+        return [partial(_construct, gymnasium.make, spec, **{**env_kwargs, **config}) for config in each]
     env_fns = list(cast("Sequence[Any]", env)) if _is_list(env) else [env] * len(places)
     return [
         _bind(env_fn, index, worker, {**env_kwargs, **config})
@@ -178,7 +181,13 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
     by_name |= dict.fromkeys(required, index)
     # Pass the first parameter by position: a wrapped callable may not accept the name in its signature.
     first = [by_name.pop(name) for name in required if name == next(iter(parameters))]
-    return cast(EnvFn, partial(env_fn, *first, **{**by_name, **env_kwargs}))
+    return cast(EnvFn, partial(_construct, env_fn, *first, **{**by_name, **env_kwargs}))
+
+
+def _construct(env_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a constructor with copies of the arguments, which other envs get, too."""
+    args, kwargs = copied((args, kwargs))
+    return env_fn(*args, **kwargs)
 
 
 def _is_free(parameter: inspect.Parameter, env_fn: Any) -> bool:

@@ -276,7 +276,7 @@ class EnvSlice(Slice):
         index = slot - self.first
         for name, value in settings.attributes.items():
             self.set_attr([slot], [value], name)
-        self._slots.keep_options(index, settings.options)
+        self._slots.keep_options(index, self._copied(settings.options))
         if not settings.keeps_options:
             self._slots.withhold_options(index)
         if settings.state is not None and self._episodes.is_lost(index):
@@ -472,11 +472,11 @@ class EnvSlice(Slice):
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         results: list[Any] = []
-        for slot, env, arguments in self._accessed(slots, args):
+        for slot, env, (arguments, keywords) in self._accessed(slots, [(each, kwargs) for each in args]):
             with AttributeErrorContext(slot, name):
                 attribute = find_callable(env, name)
             with EnvErrorContext(slot, name):
-                results.append(attribute(*arguments, **kwargs) if callable(attribute) else attribute)
+                results.append(attribute(*arguments, **keywords) if callable(attribute) else attribute)
         return results
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
@@ -501,10 +501,12 @@ class EnvSlice(Slice):
                     put_attr(env.own, name, value)
 
     def _accessed(self, slots: Iterable[int], args: Sequence[Any]) -> Iterator[tuple[int, Env, Any]]:
-        """Yields each slot with its env and its arguments. User code may then change the env."""
+        """Yields each slot with its env and a copy of its arguments. User code may then change the env."""
         for slot, arguments in zip(slots, args, strict=True):
             self._slots.changed(slot - self.first)  # before the access, which may fail half-way
-            yield slot, self._slots.envs[slot - self.first], arguments
+            with EnvErrorContext(slot, "the copy of its arguments"):
+                own = self._copied(arguments)
+            yield slot, self._slots.envs[slot - self.first], own
 
     # --- The replacement of the process -----------------------------------------------------------
 

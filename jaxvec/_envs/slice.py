@@ -15,6 +15,7 @@ from jaxvec._envs.envs import EnvFailure
 from jaxvec._envs.guests import Address
 from jaxvec._spec import KeyPath
 from jaxvec._tracing import Record, Recorder
+from jaxvec._util import copied
 
 # --- Settings of rebuilt envs ----------------------------------------------------------------------------
 
@@ -137,6 +138,7 @@ class Slice(ABC):
     recorder: Recorder | None = None  # `None` while no trace is recorded
     _record: Record | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests
+    _copied: Callable[[Any], Any] = staticmethod(copied)  # of values that several envs get
 
     @property
     def can_prepare(self) -> bool:
@@ -197,7 +199,11 @@ class Slice(ABC):
 
     def set_options(self, options: Options) -> None:
         """Sets the options of all later resets that the program requests, one per env of the slice."""
-        self._options = options
+        self._options = None if options is None else tuple(map(self._copied, options))
+
+    def share_values(self) -> None:
+        """Makes envs get the objects of the caller in calls, attributes and reset options, not copies."""
+        self._copied = lambda value: value
 
     def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
         """Sets the next actions of `slots`, if actions are Python objects, which the segment can't hold."""

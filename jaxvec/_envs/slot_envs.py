@@ -142,8 +142,7 @@ def check_member(space: Space[Any], value: Any, path: KeyPath) -> None:
 
 # --- Spare envs, which a worker resets while it has nothing else to do -----------------------------------
 
-
-_SPARE = "a spare env"
+_SPARE = "a spare env"  # for errors
 
 
 @dataclass
@@ -184,9 +183,8 @@ class Spares:
         """Builds `count` envs with the functions of the envs `first`, `first + 1`, …, in turn."""
         for i in range(count):
             which = i % len(env_fns)
-            (env,) = build_env(
-                [env_fns[which]], first + which, use=_SPARE, others=[*enumerate(envs, first), *self.named]
-            )
+            others = [*enumerate(envs, first), *self.named]
+            (env,) = build_env([env_fns[which]], first + which, use=_SPARE, others=others)
             self._queue.append(Spare(env))
 
     def reseed(self, seed: int) -> None:

@@ -28,6 +28,7 @@ from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
+from jaxvec._util import copied
 from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.supervisor import describe_losses
 from jaxvec._workers.worker import WorkerRecipe
@@ -45,7 +46,8 @@ class SerialWorkers(WorkerGroup):
         self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
         self.env_settings = None
         if budget.policy is not None:
-            self.env_settings = EnvSettings(budget.policy, pack=lambda value: value)  # without a copy
+            pack = (lambda value: value) if recipe.shares_values else copied
+            self.env_settings = EnvSettings(budget.policy, pack)
         try:
             with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
@@ -69,6 +71,8 @@ class SerialWorkers(WorkerGroup):
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
         with self._typed(), EnvErrorContext(0, "constructor"):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
+        if self._recipe.shares_values:
+            self._slice.share_values()
         self._close_slice = self._slice.close
         return arrays
 

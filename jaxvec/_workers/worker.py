@@ -50,6 +50,7 @@ class WorkerRecipe:
     slices: Slices  # `(first, stop)` of each worker's envs
     config: PoolConfig
     equal_spaces: bool  # whether observation spaces must be equal, not only compatible
+    shares_values: bool = False  # whether envs in this process get the objects of the caller, not copies
 
     def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
         first, stop = (place // (self.config.envs_per_instance or 1) for place in self.slices[worker])

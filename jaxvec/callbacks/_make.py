@@ -159,7 +159,8 @@ def make(
             `jaxvec.spaces.Cut`.
         check: Validation of observations, rewards and flags: `"structure"` checks structure, shapes and
             dtypes; `"strict"` also rejects observations outside their space, such as NaN, at some cost.
-        **env_kwargs: Keyword arguments for `gymnasium.make` or the functions.
+        **env_kwargs: Keyword arguments for `gymnasium.make` or the functions. Each env gets its own copy of
+            them, and of `env_configs`. Read-only arrays are shared by the envs of a worker.
 
     Args: Episodes
         autoreset_mode: A `gymnasium.vector.AutoresetMode` or its name; `SAME_STEP` by default. With

@@ -344,6 +344,8 @@ def start_pool(
     equal_spaces: bool,
 ) -> _vector_env.VectorEnv:
     """Starts a pool with the envs' own dtypes, pickled objects, no required resets and no timeouts."""
+    options = dict(options)
+    shares_values = options.pop("shares_values", False)  # of the classes without processes
     if unknown := options.keys() - {field.name for field in dataclasses.fields(PoolConfig)}:
         raise TypeError(f"unknown options {sorted(unknown)}; the options are those of jaxvec.make")
     options = {"timeouts": Timeouts(None, None, None), **options}  # Gymnasium has no time limits by default
@@ -356,6 +358,7 @@ def start_pool(
         objects=True,
         equal_spaces=equal_spaces,
         resets_required=False,
+        shares_values=shares_values,
     )
 
 
@@ -681,6 +684,7 @@ class SyncVectorEnv(PooledVectorEnv):
             autoreset_mode=autoreset_mode,
             shared_memory=False,
             backend="serial",
+            shares_values=True,
             **options,
         )
         self.env_fns = env_fns

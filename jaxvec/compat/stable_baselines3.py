@@ -289,7 +289,7 @@ class DummyVecEnv(_PooledVecEnv):
         envs: list[Any] = [None] * len(env_fns)
         self.envs: list[gymnasium.Env[Any, Any]] = envs
         builders = [partial(_build, envs, place, env_fn) for place, env_fn in enumerate(env_fns)]
-        super().__init__(builders, {**options, "backend": "serial"})
+        super().__init__(builders, {**options, "backend": "serial", "shares_values": True})
         self.metadata: dict[str, Any] = envs[0].metadata
 
     def step_async(self, actions: Any) -> None:
