@@ -863,6 +863,8 @@ def undeclared(info: Mapping[str, Any] | Iterable[str] | None) -> tuple[dict[str
         return {}, []
     if isinstance(info, str):
         raise TypeError(f"info must be a dict or a list of keys, not the string {info!r}; use [{info!r}]")
+    if not isinstance(info, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"info must be a dict or a list of keys, not {info!r}")
     given = dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
     return given, [key for key, declaration in given.items() if declaration is None]
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,21 +132,37 @@ def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:
     return partial(function, worker_id=worker)
 
 
-def takes(env: Any, name: str) -> bool | None:
-    """Returns True if some constructor accepts a keyword, False if none does, `None` if that is unknown."""
-    answers = [_takes(each, name) for each in (env if _is_list(env) else [env])]
+def takes(env: Any, name: str, *, load: bool = True) -> bool | None:
+    """Returns True if some constructor accepts a keyword, False if none does, `None` if that is unknown.
+
+    With `load`, it imports the module of a Gymnasium id.
+    """
+    answers = [_takes(each, name, load=load) for each in (env if _is_list(env) else [env])]
     return True if True in answers else None if None in answers else False
 
 
-def _takes(env: Any, name: str) -> bool | None:
+def _takes(env: Any, name: str, *, load: bool) -> bool | None:
     if isinstance(env, (str, EnvSpec)):
-        entry_point: Any = (find_spec(env) if isinstance(env, str) else env).entry_point
-        env = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        env = (find_spec(env) if isinstance(env, str) else env).entry_point
+    if isinstance(env, str):
+        if not load and env.partition(":")[0] not in sys.modules:
+            return None
+        env = load_env_creator(env)
+    answer = False
     # A class with `**kwargs` usually passes them to one of its bases.
-    if any(name in _parameters(each) for each in (env.__mro__ if isinstance(env, type) else (env,))):
-        return True
-    kinds = [parameter.kind for parameter in _parameters(env).values()]
-    return False if kinds and inspect.Parameter.VAR_KEYWORD not in kinds else None
+    for each in env.__mro__ if isinstance(env, type) else (env,):
+        if each is not env and vars(each).keys().isdisjoint(("__init__", "__new__")):
+            continue
+        try:
+            parameters = inspect.signature(each).parameters
+        except (TypeError, ValueError):  # some builtins have no signature
+            return None
+        if name in parameters:
+            return True
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+        answer = None
+    return answer
 
 
 def _is_list(env: Any) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,6 +36,7 @@ from jaxvec._envs import constructors, foreign_env
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
+from jaxvec._util import add_note
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _primitive
 
@@ -90,6 +93,8 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
+_RECORDS = (Workers, Restart, States, Timeouts, OtherMachines)
+
 # Keywords of other libraries' functions that make vector envs, with advice.
 _PROCESSES = 'Remove it: envs always run in worker processes; use backend="serial" to run them in this one'
 _WRAPPERS = "Pass a function that wraps each env: make(lambda: Wrapper(gymnasium.make(env)), num_envs)"
@@ -145,7 +150,8 @@ def make(
             classes of `__main__` or a notebook work, and no main guard is needed. A
             `gymnasium.vector.VectorEnv` is stepped in this process, and closed with the pool.
         num_envs: Number of envs. Optional for a list or a `VectorEnv`.
-        env_configs: Keyword arguments for individual envs, one dict per env, in addition to `env_kwargs`.
+        env_configs: Keyword arguments for individual envs, one dict per env, in addition to `env_kwargs`. An
+            argument of the env with the name of an option of `make`, such as `batch_size`, also goes here.
         envs_per_instance: Number of envs that each call of `env` makes, if it returns a `VectorEnv`, such as
             a simulator that steps many envs at once. `num_envs` must be a multiple of it.
         info: Keys of the envs' info to return as arrays: a dict from key to dtype (`int`, `"f4"`,
@@ -212,7 +218,7 @@ def make(
         device: A `jax.Device`, or a `jax.sharding.Sharding` of the env axis such as
             `NamedSharding(mesh, PartitionSpec("envs"))`. The pool's own `reset`, `step` and `recv` then
             return JAX arrays there, not NumPy arrays. A GPU copies them directly from the memory that the
-            envs write to. An env argument named `device` goes in `env_configs`.
+            envs write to.
 
     Returns:
         The pool. Keep a reference to it while its handles are in use.
@@ -237,25 +243,57 @@ def make(
     """
     given = locals()  # has the fields of PoolConfig under equal names
     env = constructors.listed(env)
-    _refuse_unknown(foreign_env.by_name(env) if getattr(workers, "python", None) else env, env_kwargs)
-    config = PoolConfig(**{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given})
-    transport = _primitive.choose_transport(config.settings.transport)
-    place = Placement.of(device)
-    envs = start(
-        env,
-        num_envs,
-        replace(config, settings=replace(config.settings, transport=transport)),
-        env_kwargs=env_kwargs,
-        policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        place=place,
-    )
-    if place is not None:
-        try:
+    constructor = foreign_env.by_name(env) if getattr(workers, "python", None) else env
+    _refuse_unknown(constructor, env_kwargs)
+    try:
+        config = PoolConfig(
+            **{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given}
+        )
+        transport = _primitive.choose_transport(config.settings.transport)
+        place = Placement.of(device)
+        envs = start(
+            env,
+            num_envs,
+            replace(config, settings=replace(config.settings, transport=transport)),
+            env_kwargs=env_kwargs,
+            policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            place=place,
+        )
+    except Exception as error:
+        for name, text in _options_of_env(constructor, given, load=True):
+            if name in str(error):
+                add_note(error, text)
+        raise
+    try:
+        if place is not None:
             place.prepare(envs)
-        except BaseException:
-            envs.close()
-            raise
+        for _, text in _options_of_env(constructor, given, load=False):
+            warnings.warn(text, stacklevel=2)
+    except BaseException:
+        envs.close()
+        raise
     return envs
+
+
+def _options_of_env(env: Any, given: Mapping[str, Any], *, load: bool) -> Iterator[tuple[str, str]]:
+    """Yields each given option of `make` that the env takes, too, with a text that names `env_configs`."""
+    configs = given["env_configs"] or ()
+    for name, parameter in inspect.signature(make).parameters.items():
+        value, default = given[name], parameter.default
+        if parameter.kind is not parameter.KEYWORD_ONLY or value is default:
+            continue
+        # A record of jaxvec is not meant for the env. An entry in `env_configs` shows that both are meant.
+        if isinstance(value, _RECORDS) or any(name in config for config in configs):
+            continue
+        taken = False
+        with suppress(Exception):  # the env's module may not be importable here
+            taken = constructors.takes(env, name, load=load)
+        if taken:
+            yield (
+                name,
+                f"{name} is an option of jaxvec.make, but the env takes an argument {name}, too, which keeps "
+                f"its default. To set that one, pass env_configs=[{{{name!r}: ...}}] * num_envs",
+            )
 
 
 def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:

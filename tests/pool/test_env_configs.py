@@ -142,6 +142,59 @@ def test_a_misspelt_option_is_named_with_what_was_meant(env):
             jaxvec.make(env, 2, **{name: 1})
 
 
+class Overlapping(CountingEnv):
+    """Has arguments with names of options of `make`."""
+
+    def __init__(self, batch_size=1, *, info=False, debug=False, device="cpu", timeouts=60, workers=None):
+        super().__init__()
+        self.given = (batch_size, device)
+
+
+class Forwarding(Overlapping):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
+class Hiding(Overlapping):
+    def __init__(self, level=0):
+        super().__init__()
+
+
+@pytest.mark.parametrize("env", [Overlapping, Forwarding, [CountingEnv, Overlapping], "Overlapping-v0"])
+def test_an_option_that_the_env_takes_too_is_warned_of(make, env):
+    gymnasium.register("Overlapping-v0", Overlapping)
+    try:
+        with pytest.warns(
+            UserWarning, match=r"^batch_size is .* env_configs=\[{'batch_size': \.\.\.}\]"
+        ) as caught:
+            envs = make(env, 2, batch_size=1, num_workers=1, backend="serial", workers=jaxvec.Workers())
+        assert (len(caught), caught[0].filename) == (1, disasters.__file__)
+        assert envs.batch_size == 1
+    finally:
+        del gymnasium.registry["Overlapping-v0"]
+
+
+def test_an_option_is_not_warned_of_if_the_env_is_sure_to_lack_it(make):
+    make(Hiding, 2, batch_size=1)
+    make(lambda batch_size=3: CountingEnv(), 2, backend="serial")
+    make(gymnasium.spec("CartPole-v1"), 2, batch_size=1)
+    make(lambda **kwargs: CountingEnv(), 2, batch_size=1)
+    given = make(Overlapping, 2, batch_size=1, env_configs=[{"batch_size": 5, "device": "here"}, {}])
+    assert given.get_attr("given") == ((5, "here"), (1, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "option", [{"debug": 3}, {"info": True}, {"device": "cuda"}, {"timeouts": 30}, {"batch_size": 8}], ids=str
+)
+def test_errors_of_options_that_the_env_takes_name_env_configs(option):
+    (name,) = option
+    with pytest.raises((TypeError, ValueError), match=rf"env_configs=\[{{'{name}': "):
+        jaxvec.make(Overlapping, 2, backend="serial", **option)
+    with pytest.raises((TypeError, ValueError), match=name) as caught:
+        jaxvec.make(CountingEnv, 2, backend="serial", **option)
+    assert not hasattr(caught.value, "__notes__")
+
+
 @pytest.mark.parametrize("env", ["CartPole-v1", CountingEnv])
 @pytest.mark.parametrize(
     ("name", "instead"),
