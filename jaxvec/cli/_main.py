@@ -24,9 +24,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 
 import gymnasium
+import jax
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 import jaxvec
@@ -328,6 +329,7 @@ _BUILDS, _SPACES, _DATA, _REPRODUCIBLE = _STAGES = (
     "equal seeds and actions give equal data",
 )
 _WORKER = "it runs in a worker process"
+_ISOLATED = "two envs of one process give the same data as each alone"
 _GYMNASIUM = "Gymnasium's check_env"
 
 _REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
@@ -362,7 +364,12 @@ def _checks(target: Target) -> Iterator[Check]:
     yield from stages
     # An env that fails one of the first three stages would also fail in a worker, for the known reason.
     sound = all(check.status == OK for check in stages[:3])
-    yield _check(_WORKER, lambda: _step_in_worker(target)) if sound else Check(_WORKER, NOT_RUN)
+    together: Trace = []
+    in_worker = Check(_WORKER, NOT_RUN)
+    if sound:
+        in_worker = _check(_WORKER, lambda: together.extend(_step_in_workers(target, 1)))
+    yield in_worker
+    yield _check_isolation(target, together) if in_worker.status == OK else Check(_ISOLATED, NOT_RUN)
     built = stages[0].status == OK
     yield _check_with_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
 
@@ -385,13 +392,51 @@ def _check_stages(target: Target) -> list[Check]:
     return checks + [Check(name, NOT_RUN) for name in _STAGES[failed + 1 :]]
 
 
-def _step_in_worker(target: Target) -> None:
-    with target.make(num_envs=2, num_workers=1) as envs:
-        envs.reset(seed=0)
+Trace: TypeAlias = list[dict[str, Any]]  # the leaves of each time step, by name
+
+_WORKER_STEPS = 50
+
+
+def _step_in_workers(target: Target, num_workers: int) -> Trace:
+    """Steps two envs, in one process or in one each."""
+    with target.make(num_envs=2, num_workers=num_workers) as envs:
         space = envs.single_action_space
         space.seed(0)
-        for _ in range(10):
-            envs.step(pad(space, [space.sample(), space.sample()]))
+        steps = (envs.step(pad(space, [space.sample(), space.sample()])) for _ in range(_WORKER_STEPS))
+        timesteps = [envs.reset(seed=0), *steps]
+    leaves = map(jax.tree_util.tree_leaves_with_path, timesteps)
+    return [{jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in each} for each in leaves]
+
+
+def _check_isolation(target: Target, together: Trace) -> Check:
+    """Compares two envs that one process stepped in turns with the same envs in a process each."""
+    try:
+        alone = _step_in_workers(target, 2)
+        found = _difference(alone, together)
+        if found and _difference(alone, _step_in_workers(target, 2)):
+            return Check(_ISOLATED, NOT_RUN)  # not reproducible in any case, as another check has found
+    except JaxvecError as error:
+        return Check(_ISOLATED, FAIL, str(error))
+    if found is None:
+        return Check(_ISOLATED, OK)
+    name, env_id, call, one, other = found
+    reason = (
+        f"{name}: env {env_id} returned {other} at {call} in one process with env {1 - env_id}, but {one} "
+        "alone.\nThey share state, such as a global variable, a class attribute or a simulator that exists "
+        "once per process. Move it into the env, or give each env its own process: "
+        "jaxvec.make(..., num_workers=num_envs)"
+    )
+    return Check(_ISOLATED, FAIL, reason)
+
+
+def _difference(first: Trace, second: Trace) -> tuple[str, int, str, Any, Any] | None:
+    """Returns name, env, call and both values of the first difference."""
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        for name, rows in one.items():
+            for env_id, (row, another) in enumerate(zip(rows, other[name], strict=True)):
+                if row.tobytes() != another.tobytes():
+                    return name, env_id, f"step {number}" if number else "reset", row, another
+    return None
 
 
 def _check_with_gymnasium(target: Target) -> Check:
@@ -429,9 +474,10 @@ _CHECK = Command(
     name="check",
     summary="check that an env meets the requirements of jaxvec and Gymnasium",
     details="""\
-The command steps the env with random actions, in this process and in a worker, and runs Gymnasium's own
-check_env. Observations must be members of their space. Violations are reported as FAIL (exit code 1).
-Gymnasium's warnings are reported but do not fail the check.
+The command steps the env with random actions, in this process and in workers, and runs Gymnasium's own
+check_env. Observations must be members of their space. Two envs of one process must give the same data as
+each alone, so they may not share state, such as a global variable. Violations are reported as FAIL (exit
+code 1). Gymnasium's warnings are reported but do not fail the check.
 
 --json prints {"schema": "jaxvec.check/1", "env": TEXT, "kwargs": {…}, "ok": BOOL, "checks": [{"name": TEXT,
 "status": "ok", "FAIL", "warn" or "not run", "reason": TEXT, "warnings": COUNT}]}.

@@ -78,6 +78,17 @@ class Unseeded(Env):
         obs, *rest = super().step(action)
         return np.random.default_rng().integers(0, 256, obs.shape, np.uint8), *rest
 
+class Global(Env):
+    """Has one generator for all envs of a process, which each reset seeds."""
+    generator = None
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            Global.generator = np.random.default_rng(seed)
+        return super().reset(seed=seed)
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return Global.generator.integers(0, 256, obs.shape, np.uint8), *rest
+
 class Wide(Env):
     def step(self, action):
         return np.zeros(3, np.uint8), 1.0, False, False, {}
@@ -280,13 +291,14 @@ def test_workers_of_bench_import_no_jax():
 # --- check -----------------------------------------------------------------------------------
 
 STATUSES = {
-    "my_package.envs:Env": ["ok", "ok", "ok", "ok", "ok", "ok"],
-    "my_package.envs:Unseeded": ["ok", "ok", "ok", "FAIL", "ok", "FAIL"],
-    "my_package.envs:Wide": ["ok", "ok", "FAIL", "not run", "not run", "ok"],  # of which Gymnasium only warns
-    "my_package.envs:Outside": ["ok", "ok", "FAIL", "not run", "not run", "ok"],
-    "my_package.envs:Double": ["ok", "ok", "FAIL", "not run", "not run", "ok"],
-    "my_package.envs:Texty": ["ok", "FAIL", "not run", "not run", "not run", "FAIL"],
-    "builtins:dict": ["FAIL", "not run", "not run", "not run", "not run", "not run"],
+    "my_package.envs:Env": ["ok"] * 7,
+    "my_package.envs:Unseeded": ["ok", "ok", "ok", "FAIL", "ok", "not run", "FAIL"],
+    "my_package.envs:Global": ["ok", "ok", "ok", "ok", "ok", "FAIL", "ok"],
+    "my_package.envs:Wide": ["ok", "ok", "FAIL", *["not run"] * 3, "ok"],  # of which Gymnasium only warns
+    "my_package.envs:Outside": ["ok", "ok", "FAIL", *["not run"] * 3, "ok"],
+    "my_package.envs:Double": ["ok", "ok", "FAIL", *["not run"] * 3, "ok"],
+    "my_package.envs:Texty": ["ok", "FAIL", *["not run"] * 4, "FAIL"],
+    "builtins:dict": ["FAIL", *["not run"] * 6],
 }
 
 
@@ -309,7 +321,14 @@ def test_check_tells_people_the_same(run):
     assert code == 1
     assert "ok       the constructor returns a gymnasium.Env\n" in out
     assert "FAIL     equal seeds and actions give equal data\n         obs: " in out
-    assert out.endswith("my_package.envs:Unseeded: 2 of 6 checks failed\n")
+    assert out.endswith("my_package.envs:Unseeded: 2 of 7 checks failed\n")
+
+
+def test_check_names_what_two_envs_of_a_process_share(run):
+    code, out, _ = run("check", "my_package.envs:Global")
+    assert code == 1
+    assert re.search(r"obs: env 0 returned \[.*\] at step 1 in one process with env 1, but \[.*\] alone", out)
+    assert "num_workers=num_envs" in out
 
 
 def test_an_env_that_uses_its_memory_again_is_only_warned_of(run):
