@@ -282,6 +282,11 @@ def check_ids(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         raise EnvIdError(f"env_id must be integers of shape [k], got {dtype} of shape {shape}")
 
 
+def find_first(wrong: NDArray[np.bool_]) -> int | None:
+    """Returns the flat index of the first True, or `None`."""
+    return int(wrong.argmax()) if np.count_nonzero(wrong) else None  # faster than `any` for few values
+
+
 def castable(given: np.dtype[Any], leaf: Leaf) -> bool:
     """Returns True if `given` comes no later than the leaf's dtype in the order bool, integer, float."""
     ranks = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2}  # V: bfloat16 and other custom floats

@@ -25,7 +25,7 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.slice import Done, Slice
-from jaxvec._memory.rows import InvalidValue, conform, reader, writer
+from jaxvec._memory.rows import InvalidValue, Write, conform, reader, store, writer
 from jaxvec._memory.segment import Arrays, Marks, kind_of
 from jaxvec._spec import (
     Autoreset,
@@ -241,11 +241,15 @@ class BatchSlice(Slice):
         match node:
             case Leaf():
                 whole = Leaf(node.path, (self._size, *node.shape), node.dtype, node.stored)
-                self._arrays[node.path][rows] = conform(whole, value)
+                value = conform(whole, value)
+                try:
+                    store(whole, self._arrays[node.path][rows], value)
+                except InvalidValue:
+                    self._write_each(writer(node, self._arrays), rows, enumerate(value))  # names the env
+                    raise
             case PaddedNode():
-                write = self._write_row[node.path]
-                for row, one in zip(range(rows.start, rows.stop), value, strict=True):
-                    write(row, one)
+                pairs = zip(range(self._size), value, strict=True)
+                self._write_each(self._write_row[node.path], rows, pairs)
             case DictNode():
                 if not isinstance(value, Mapping) or set(value) != set(node.keys):
                     raise InvalidValue(
@@ -259,16 +263,27 @@ class BatchSlice(Slice):
                 for child, part in zip(node.children, value, strict=True):
                     self._write(child, part, rows)
 
+    def _write_each(self, write: Write, rows: slice, values: Iterable[tuple[int, Any]]) -> None:
+        """Writes the values of some envs, each with the env's index in the instance."""
+        for index, value in values:
+            try:
+                write(rows.start + index, value)
+            except InvalidValue as error:
+                error.row = index
+                raise
+
     def _count(self, rows: slice, reward: NDArray[Any], over: NDArray[np.bool_]) -> None:
         """Updates and writes return and length of each episode."""
         mine = slice(rows.start - self.first, rows.stop - self.first)
         # With next-step autoreset, the step after an episode's end is the reset.
         was_reset = self._over[mine] & (self._spec.autoreset is Autoreset.NEXT_STEP)
         returns, lengths = self._returns[mine], self._lengths[mine]
-        returns += reward
+        with np.errstate(over="ignore", invalid="ignore"):  # see `rows.store`
+            returns += reward
+            returns[was_reset] = 0
+            self._arrays["info", "episode_return"][rows] = returns
         lengths += 1
-        returns[was_reset], lengths[was_reset] = 0, 0
-        self._arrays["info", "episode_return"][rows] = returns
+        lengths[was_reset] = 0
         self._arrays["info", "episode_length"][rows] = lengths
         if self._spec.autoreset is Autoreset.SAME_STEP:
             returns[over], lengths[over] = 0, 0
@@ -290,9 +305,8 @@ class BatchSlice(Slice):
                 for leaf in leaves(node):
                     self._arrays[leaf.path][rows] = 0
             self._arrays["info", "_final_obs"][rows] = over
-            write = self._write_row[node.path]
-            for row in np.flatnonzero(over).tolist():
-                write(rows.start + row, _final_obs(self._spec.obs, info, row))
+            each = ((row, _final_obs(self._spec.obs, info, row)) for row in np.flatnonzero(over).tolist())
+            self._write_each(self._write_row[node.path], rows, each)
         if self._spec.has_final_info:
             final = info.get("final_info", {})
             self._write_declared(self._spec.info.child("final_info"), final, rows)
@@ -306,9 +320,8 @@ class BatchSlice(Slice):
                 continue
             for leaf in leaves(child):
                 self._arrays[leaf.path][rows] = 0
-            write = self._write_row[child.path]
-            for row in np.flatnonzero(has).tolist():
-                write(rows.start + row, _row(child, info[key], row))
+            each = ((row, _row(child, info[key], row)) for row in np.flatnonzero(has).tolist())
+            self._write_each(self._write_row[child.path], rows, each)
 
 
 def _as_seed(seeds: NDArray[np.int64]) -> Any:

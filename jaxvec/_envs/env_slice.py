@@ -63,6 +63,7 @@ from jaxvec._envs.simulator import Simulator
 from jaxvec._envs.slice import Done, HandedOver, Slice, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
+from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
 from jaxvec._snapshots.pickling import dumps
 from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
@@ -119,7 +120,7 @@ class EnvSlice(Slice):
         writes = rows["reward",].dtype.char in "fd"
         compiled = _native.ext if writes and not config.strict else None
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
-        self._rows = EnvRows(spec, rows, left=left)
+        self._rows = EnvRows(spec, rows, left=left, strict=config.strict)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
         self._flight = None
         if (directory := config.record_faults) is not None:
@@ -141,7 +142,7 @@ class EnvSlice(Slice):
             flight=self._flight,
         )
         self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
-        self._reward_shape = spec.reward.shape
+        self._reward_shape, self._strict = spec.reward.shape, config.strict
         self._run = self._step_one
         if compiled is not None:
             marks = *self._episodes.end_marks, *self._rows.final.columns
@@ -354,14 +355,30 @@ class EnvSlice(Slice):
             check_dict("step", info)
         if self._slots.check_member is not None:
             self._slots.check_member(obs)
-        if self._reward_shape or not isinstance(reward, float):
-            reward = conform_reward(reward, self._reward_shape)
-        marked = self._episodes.take(index, reward)
+        if self._reward_shape:
+            with np.errstate(over="ignore", invalid="ignore"):  # see `rows.store`
+                reward = conform_reward(reward, self._reward_shape)
+                marked = self._episodes.take(index, reward)
+        else:
+            # NumPy's float64 is a float, but sums of it warn, too.
+            reward = float(reward) if isinstance(reward, float) else conform_reward(reward, ())
+            marked = self._episodes.take(index, reward)
+        if self._strict:
+            self._check_reward(index, reward)
         if terminated or truncated or marked:
             obs, info = self._end_step(index, obs, bool(terminated), bool(truncated), info)
         if info or self._rows.infos[index]:  # else the row is empty already
             self._rows.write_info(index, info)
         return obs
+
+    def _check_reward(self, index: int, reward: Any) -> None:
+        """Raises `InvalidValue` if a step's reward, or the return so far, is too large for its row."""
+        written = (
+            (self._spec.reward, reward),
+            (self._spec.info.child("episode_return"), self._episodes.returns[index]),
+        )
+        for leaf, value in written:
+            store(leaf, np.empty(leaf.shape, leaf.stored), np.asarray(value), strict=True)
 
     def _skip_step(self, index: int) -> Any:
         """Makes the row of an env that is not stepped, and returns its observation.

@@ -44,7 +44,10 @@ class AttributeFailure(EnvFailure):
 
 
 class EnvErrorContext:
-    """Context manager that turns an exception of its block into an `EnvFailure`, unless it is one already."""
+    """Context manager that turns an exception of its block into an `EnvFailure`, unless it is one already.
+
+    For a batched env, `env_id` is that of its first env.
+    """
 
     def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
         self._arguments = env_id, operation, action
@@ -56,7 +59,9 @@ class EnvErrorContext:
         if forked:
             end_forks(*self._arguments[:2])
         if error is not None and not isinstance(error, EnvFailure):
-            raise EnvFailure(*self._arguments) from error
+            first, *others = self._arguments
+            env_id = first + error.row if isinstance(error, InvalidValue) else first
+            raise EnvFailure(env_id, *others) from error
 
 
 class AttributeErrorContext(EnvErrorContext):

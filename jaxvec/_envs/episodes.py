@@ -66,7 +66,9 @@ class Episodes:
         self._idle[index] = False
         self._restart(index, PLAYING, saved)
         self.row_rewards[index] = self._zero
-        self.row_returns[index], self.row_lengths[index] = self._returns[index], self._lengths[index]
+        with np.errstate(over="ignore"):  # see `rows.store`
+            self.row_returns[index] = self._returns[index]
+        self.row_lengths[index] = self._lengths[index]
 
     def take(self, index: int, reward: Any) -> bool:
         """Adds a step's reward. Returns True if the row still has marks of the previous episode's end."""

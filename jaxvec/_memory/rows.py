@@ -15,33 +15,41 @@ from gymnasium.spaces import GraphInstance
 from numpy.typing import NDArray
 
 from jaxvec import _native
+from jaxvec._arguments import find_first
 from jaxvec._errors import ActionError
 from jaxvec._memory.segment import Arrays, align, index_of
 from jaxvec._spec import DictNode, KeyPath, Leaf, Node, PaddedNode, TupleNode, format_path, leaves
 
 # --- Writing and reading values --------------------------------------------------------------------------
 # Values are cast by NumPy's `same_kind`, as in `gymnasium.vector.SyncVectorEnv`: float64 values fit a
-# float32 space, but floats do not fit an integer space.
+# float32 space, but floats do not fit an integer space. `store` has the rule for values out of range.
 
 Write: TypeAlias = Callable[[int, Any], None]
 
 
 class InvalidValue(Exception):
-    """A value that does not fit its leaf. It becomes an `EnvDataError`, which also names the env."""
+    """A value that does not fit its leaf. It becomes an `EnvDataError`, which also names the env.
+
+    Attributes:
+        row: Index of the env in a batched env.
+    """
+
+    row = 0
 
 
-def writer(node: Node, arrays: Arrays) -> Write:
+def writer(node: Node, arrays: Arrays, *, strict: bool = False) -> Write:
     """Returns a function `write(slot, value)`, which writes a nested value of an env to its row of `arrays`.
 
-    It raises `InvalidValue` if the value does not have the structure, shapes and dtypes of `node`.
+    It raises `InvalidValue` if the value does not have the structure, shapes and dtypes of `node`, and for
+    values out of range, see `store`.
     """
     compiled = _native.ext
     if isinstance(node, Leaf):
-        write_leaf = _leaf_writer(node, arrays[node.path])
+        write_leaf = _leaf_writer(node, arrays[node.path], strict)
         return write_leaf if compiled is None else compiled.leaf_writer(write_leaf, arrays[node.path])
     if isinstance(node, PaddedNode):
-        return _padded_writer(node, arrays)
-    children = tuple(writer(child, arrays) for child in node.children)
+        return _padded_writer(node, arrays, strict)
+    children = tuple(writer(child, arrays, strict=strict) for child in node.children)
     keys = node.keys if isinstance(node, DictNode) else tuple(range(len(children)))
     kinds = (dict, Mapping) if isinstance(node, DictNode) else (tuple, list)
     pairs = tuple(zip(keys, children, strict=True))
@@ -120,7 +128,7 @@ def scalars(array: NDArray[Any]) -> Any:
     return array.data if array.ndim == 1 else array
 
 
-def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
+def _leaf_writer(leaf: Leaf, array: NDArray[Any], strict: bool) -> Write:
     if leaf.is_object:
         return array.__setitem__
     if leaf.shape == () and leaf.dtype.kind in "iu":
@@ -132,11 +140,11 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
             except TypeError:
                 array[slot] = int(conform(leaf, value))
             except OverflowError as error:
-                raise InvalidValue(_overflow(leaf, value)) from error
+                raise InvalidValue(_overflow(leaf, operator.index(value))) from error
 
         return write_integer
 
-    shape, ndarray, narrowed = leaf.shape, np.ndarray, _is_narrowed(leaf)
+    shape, ndarray = leaf.shape, np.ndarray
     dtype = np.dtype(leaf.dtype.str)  # NumPy's own object, for `is` below; an unpickled dtype is a copy
     rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # faster than array[slot]
 
@@ -148,32 +156,30 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
             or value.shape != shape
         ):
             value = conform(leaf, value)
-        _assign(leaf, rows[slot], value, narrowed)
+        store(leaf, rows[slot], value, strict=strict)
 
     return write
 
 
-def _assign(leaf: Leaf, row: NDArray[Any], value: NDArray[Any], narrowed: bool) -> None:
-    if value.dtype.kind == leaf.stored.kind == "f" and leaf.stored.itemsize < value.dtype.itemsize:
-        _write_narrower_floats(leaf, row, value)
+def store(leaf: Leaf, row: NDArray[Any], value: NDArray[Any], *, strict: bool = False) -> None:
+    """Writes an array that `conform` accepts.
+
+    Integers never wrap: `InvalidValue` is raised for the first that does not fit. Floats are rounded, and are
+    infinite if they are too large, as in NumPy, JAX and Gymnasium; `InvalidValue` is raised if `strict`.
+    """
+    stored = row.dtype
+    if value.dtype == stored:
+        row[...] = value
         return
-    row[...] = value
-    if narrowed and not np.array_equal(row, value):
-        raise InvalidValue(_overflow(leaf, value))
-
-
-def _is_narrowed(leaf: Leaf) -> bool:
-    """Returns True if JAX stores narrower integers than the space has, in which a value may not fit."""
-    return leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
-
-
-def _write_narrower_floats(leaf: Leaf, row: NDArray[Any], value: NDArray[Any]) -> None:
-    try:
-        with np.errstate(over="raise"):
+    if stored.kind in "iu":
+        row[...] = value
+        place = find_first(row != value)
+    else:
+        with np.errstate(over="ignore"):  # NumPy's warning would be an error in some programs
             row[...] = value
-    except FloatingPointError as error:
-        worst = value.flat[np.abs(value, where=np.isfinite(value), out=np.zeros_like(value)).argmax()]
-        raise InvalidValue(_overflow(leaf, worst.item())) from error
+        place = find_first(np.isinf(row) & np.isfinite(value)) if strict else None
+    if place is not None:
+        raise InvalidValue(_overflow(leaf, value.flat[place].item()))
 
 
 def conform(leaf: Leaf, value: Any) -> NDArray[Any]:
@@ -221,17 +227,17 @@ class PaddedValue(dict[str, Any]):
     """The stored arrays of a padded value, for writing them to another row."""
 
 
-def _padded_writer(node: PaddedNode, arrays: Arrays) -> Write:
+def _padded_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
     write_stored = writer(node.as_stored, arrays)
     match node.kind:
         case "text":
             write_value = _text_writer(node, arrays)
         case "graph":
-            write_value = _graph_writer(node, arrays)
+            write_value = _graph_writer(node, arrays, strict)
         case "one_of":
-            write_value = _choice_writer(node, arrays)
+            write_value = _choice_writer(node, arrays, strict)
         case _:
-            write_value = _sequence_writer(node, arrays)
+            write_value = _sequence_writer(node, arrays, strict)
 
     def write(slot: int, value: Any) -> None:
         (write_stored if value.__class__ is PaddedValue else write_value)(slot, value)
@@ -239,7 +245,7 @@ def _padded_writer(node: PaddedNode, arrays: Arrays) -> Write:
     if _native.ext is None or node.kind not in ("text", "sequence") or "cut" in node.keys:
         return write
     # The compiled writer takes str and tuples, and leaves other values to `write`.
-    item = None if node.item is None else writer(node.item, _item_rows(node, arrays))
+    item = None if node.item is None else writer(node.item, _item_rows(node, arrays), strict=strict)
     parts = tuple(arrays[leaf.path] for leaf in leaves(node.children[0]))
     return _native.ext.padded_writer(write, item, arrays[(*node.path, "length")], parts)
 
@@ -349,13 +355,14 @@ def _item_rows(node: PaddedNode, arrays: Arrays) -> Arrays:
     }
 
 
-def _sequence_writer(node: PaddedNode, arrays: Arrays) -> Write:
+def _sequence_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
     assert node.item is not None
     item, fit, most = node.item, _fitter(node, arrays), _max_size(node.child("items"), arrays)
     parts = [arrays[leaf.path] for leaf in leaves(node.child("items"))]
-    write_item = writer(item, _item_rows(node, arrays))
+    write_item = writer(item, _item_rows(node, arrays), strict=strict)
     stacked = node.kind == "stacked"
-    write_rows = _rows_writer(node.child("items"), parts[0]) if stacked and isinstance(item, Leaf) else None
+    is_array = stacked and isinstance(item, Leaf)
+    write_rows = _rows_writer(node.child("items"), parts[0], strict) if is_array else None
 
     def write(slot: int, value: Any) -> None:
         if stacked:
@@ -412,23 +419,25 @@ def _stack(node: Node, items: Sequence[Any]) -> Any:
     return node.join([_stack(child, [row[i] for row in columns]) for i, child in enumerate(node.children)])
 
 
-def _rows_writer(leaf: Leaf, array: NDArray[Any]) -> Callable[[int, NDArray[Any]], None]:
-    dtype, shape, narrowed = np.dtype(leaf.dtype.str), leaf.shape[1:], _is_narrowed(leaf)
+def _rows_writer(leaf: Leaf, array: NDArray[Any], strict: bool) -> Callable[[int, NDArray[Any]], None]:
+    dtype, shape = np.dtype(leaf.dtype.str), leaf.shape[1:]
 
     def write(slot: int, value: NDArray[Any]) -> None:
         count = len(value)
         if value.dtype != dtype or value.shape[1:] != shape:
             value = conform(replace(leaf, shape=(count, *shape)), value)
         row = array[slot]
-        _assign(leaf, row[:count], value, narrowed)
+        store(leaf, row[:count], value, strict=strict)
         row[count:] = 0
 
     return write
 
 
-def _graph_writer(node: PaddedNode, arrays: Arrays) -> Write:
+def _graph_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
     keys = [key for key in ("nodes", "edges", "edge_links") if key in node.keys]
-    write_nodes, *write_edges = [_rows_writer(node.child(key), arrays[(*node.path, key)]) for key in keys]
+    write_nodes, *write_edges = [
+        _rows_writer(node.child(key), arrays[(*node.path, key)], strict) for key in keys
+    ]
     fit_nodes = _fitter(node, arrays, "nodes", "n_node")
     fit_edges = _fitter(node, arrays, "edges", "n_edge") if write_edges else None
 
@@ -476,9 +485,9 @@ def _graph_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], GraphInst
     return read
 
 
-def _choice_writer(node: PaddedNode, arrays: Arrays) -> Write:
+def _choice_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
     choices = node.child("values").children
-    writers = [writer(choice, arrays) for choice in choices]
+    writers = [writer(choice, arrays, strict=strict) for choice in choices]
     clearers = [zeroer(choice, arrays) for choice in choices]
     indices = arrays[(*node.path, "index")]
 

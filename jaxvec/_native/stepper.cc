@@ -5,13 +5,12 @@
 // replaces. So the code here only has to recognise the common cases. Python makes both objects: `Stepper` in
 // _envs/env_slice.py, `Writer` in _memory/rows.py.
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <limits>
 #include <memory>
 
+#include "narrow.h"
 #include "python.h"
 
 namespace {
@@ -30,23 +29,6 @@ struct Writer {
 };
 
 PyTypeObject* writer_type;
-
-// Casts a row as NumPy would. Returns false if an integer does not fit, or a finite float becomes infinite.
-template <typename From, typename To>
-bool Narrow(const char* from, char* to, npy_intp size) {
-  const auto* source = reinterpret_cast<const From*>(from);
-  auto* target = reinterpret_cast<To*>(to);
-  bool lost = false;
-  for (npy_intp i = 0; i < size; ++i) {
-    target[i] = static_cast<To>(source[i]);
-    if constexpr (std::numeric_limits<From>::is_integer) {
-      lost |= static_cast<From>(target[i]) != source[i];
-    } else {
-      lost |= std::isinf(target[i]) && !std::isinf(source[i]);
-    }
-  }
-  return !lost;
-}
 
 template <typename To>
 Outcome StoreInteger(long long value, char* to) {
@@ -119,7 +101,7 @@ Outcome WriteFloat(int type, char* row, PyObject* value) {
     std::memcpy(row, &number, sizeof number);
     return Outcome::kDone;
   }
-  const bool fits = Narrow<double, float>(reinterpret_cast<const char*>(&number), row, 1);
+  const bool fits = jaxvec::narrow<double, float>(&number, row, 1);
   return fits ? Outcome::kDone : Outcome::kFallback;
 }
 
@@ -146,11 +128,11 @@ Outcome WriteLeaf(PyArrayObject* rows, Py_ssize_t slot, PyObject* value) {
   }
   bool fits = false;
   if (given == NPY_FLOAT64 && type == NPY_FLOAT32) {
-    fits = Narrow<double, float>(data, row, size);
+    fits = jaxvec::narrow<double, float>(data, row, size);
   } else if (given == NPY_INT64 && type == NPY_INT32) {
-    fits = Narrow<int64_t, int32_t>(data, row, size);
+    fits = jaxvec::narrow<int64_t, int32_t>(data, row, size);
   } else if (given == NPY_UINT64 && type == NPY_UINT32) {
-    fits = Narrow<uint64_t, uint32_t>(data, row, size);
+    fits = jaxvec::narrow<uint64_t, uint32_t>(data, row, size);
   }
   return fits ? Outcome::kDone : Outcome::kFallback;
 }
@@ -365,8 +347,8 @@ void Store(PyObject* column, int narrow_type, Py_ssize_t index, npy_intp i, Wide
 }
 
 // Reads a vector of rewards: an array of the right shape, or a list or tuple of numbers. Python handles other
-// values, and also rewards or returns that are not finite in the row's type, since NumPy may warn of these.
-bool ReadVector(const Stepper& self, Py_ssize_t index, PyObject* given) {
+// values.
+bool ReadVector(const Stepper& self, PyObject* given) {
   PyArrayObject* returns = AsArray(self.returns);
   const int ndim = PyArray_NDIM(returns) - 1;
   double* rewards = self.rewards.get();
@@ -390,12 +372,6 @@ bool ReadVector(const Stepper& self, Py_ssize_t index, PyObject* given) {
       PyObject* item = is_list ? PyList_GetItem(given, i) : PyTuple_GetItem(given, i);
       if (!ReadNumber(item, &rewards[i])) return false;
     }
-  }
-  const bool is_narrow = PyArray_TYPE(AsArray(self.row_reward)) == NPY_FLOAT32;
-  const auto fits = [&](double x) { return std::isfinite(is_narrow ? static_cast<float>(x) : x); };
-  const auto* played = static_cast<const double*>(RowOf(self.returns, index));
-  for (npy_intp i = 0; i < self.num_rewards; ++i) {
-    if (!fits(rewards[i]) || !fits(played[i] + rewards[i])) return false;
   }
   return true;
 }
@@ -422,7 +398,7 @@ Outcome WriteStep(const Stepper& self, PyObject* number, Py_ssize_t index, PyObj
   if (!PyDict_CheckExact(info)) return Outcome::kFallback;
   double* rewards = self.rewards.get();
   const bool is_vector = PyArray_NDIM(AsArray(self.returns)) > 1;
-  if (!(is_vector ? ReadVector(self, index, given) : ReadNumber(given, rewards))) return Outcome::kFallback;
+  if (!(is_vector ? ReadVector(self, given) : ReadNumber(given, rewards))) return Outcome::kFallback;
   const int terminated = PyObject_IsTrue(PyTuple_GetItem(result, 2));
   const int truncated = PyObject_IsTrue(PyTuple_GetItem(result, 3));
   if (PyErr_Occurred() != nullptr) {

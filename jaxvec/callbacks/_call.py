@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from jaxvec._arguments import NO_SEED, castable, check_mask, check_options, check_seeds, expand_seeds, flatten
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvIdError, StaleHandleError
-from jaxvec._memory.rows import InvalidValue, conform
+from jaxvec._memory.rows import InvalidValue, conform, store
 from jaxvec._memory.segment import Copies, Deliver, Rows, into
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
@@ -358,7 +358,9 @@ def call_envs(call: Call, pool: Pool, move: Move, operands: Rows) -> list[Array]
             raise _wrong_answer(slot, name, f"expected the structure {structure}, got {got}")
         for column, leaf, (shape, dtype) in zip(columns, leaves, call.answers, strict=True):
             try:
-                column.append(conform(Leaf((name,), shape, dtype, dtype), leaf).astype(dtype))
+                kind, row = Leaf((name,), shape, dtype, dtype), np.empty(shape, dtype)
+                store(kind, row, conform(kind, leaf))
+                column.append(row)
             except InvalidValue as error:
                 raise _wrong_answer(slot, name, str(error)) from error
     return [np.stack(column) for column in columns]

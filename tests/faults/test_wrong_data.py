@@ -14,6 +14,7 @@ from gymnasium import spaces
 from support.disasters import assert_broken, in_two_ways, wait_until_dead
 
 import jaxvec
+from jaxvec import _native
 from jaxvec.testing import CountingEnv
 
 WRONG_DATA = {
@@ -253,31 +254,119 @@ def test_an_unknown_check_is_refused():
         jaxvec.make(CountingEnv, 1, check="everything")
 
 
-@pytest.mark.parametrize("shape", [(2,), (1000,)], ids=["small", "large"])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_float_too_large_for_what_it_is_stored_as_is_an_error(make, dtype, shape):
-    """As is an integer. What is infinite from the start is the env's own affair."""
+# --- Numbers out of the range of the stored dtype -----------------------------------------------
 
-    class Env(gymnasium.Env):
-        observation_space = spaces.Box(-np.inf, np.inf, shape, dtype)
-        action_space = spaces.Discrete(3)
 
-        def __init__(self, env_id):
-            self.env_id = env_id
+class Large(gymnasium.Env):
+    """Env 1 returns `value` as observation, reward and info on action 1, and ends the episode on action 2."""
 
-        def reset(self, *, seed=None, options=None):
-            return np.zeros(shape, dtype), {}
+    action_space = spaces.Discrete(3)
 
-        def step(self, action):
-            value = [1.0, np.inf, 1e300][int(action)] if self.env_id == 1 else 2.0
-            return np.full(shape, value, np.float64), 0.0, False, False, {}
+    def __init__(self, env_id, value, shape, dtype, rewards=()):
+        self.observation_space = spaces.Box(-np.inf, np.inf, shape, dtype)
+        self.reward_space = spaces.Box(-np.inf, np.inf, rewards, np.float64)
+        self.env_id, self.value = env_id, value
 
-    envs = make(Env, 2, num_workers=1)
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.observation_space.shape, self.observation_space.dtype), {}
+
+    def step(self, action):
+        value = self.value if self.env_id == 1 and action else 2.0
+        reward = np.full(self.reward_space.shape, value) if self.reward_space.shape else np.float64(value)
+        obs = np.full(self.observation_space.shape, value, np.float64)
+        return obs, reward, action == 2, False, {"score": value}
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
+@pytest.mark.parametrize("rewards", [(), (2,)], ids=["scalar", "vector"])
+@pytest.mark.parametrize(("shape", "dtype"), [((2,), np.float64), ((1000,), np.float32), ((), np.float64)])
+def test_floats_too_large_for_the_stored_dtype_are_infinite(
+    make, monkeypatch, compiled, shape, dtype, rewards
+):
+    """As NumPy, JAX and Gymnasium cast them, but without a warning of NumPy, which may be an error."""
+    if not compiled:
+        monkeypatch.setattr(_native, "ext", None)
+    fn = partial(Large, value=-1.7e308, shape=shape, dtype=dtype, rewards=rewards)
+    envs = make(lambda env_id: fn(env_id), 2, backend="serial", dispatch="portable", info={"score": float})
     envs.reset(seed=0)
-    assert envs.step([0, 0]).obs[:, 0].tolist() == [2, 1]
-    assert envs.step([0, 1]).obs[:, 0].tolist() == [2, np.inf]
-    with pytest.raises(jaxvec.EnvDataError, match=r"env 1 .*1e\+300.* doesn't fit into float32"):
-        envs.step([0, 2])
+    for action in (1, 1, 2):
+        obs, reward, *_, info = envs.step([action] * 2)
+        row = obs, info["score"]
+        if action == 2:
+            row = info["final_obs"], info["final_info"]["score"]
+            assert info["_final_obs"].all()
+        for each in (*row, reward, info["episode_return"]):
+            assert np.isneginf(each[1]).all()
+            assert action == 2 or np.isfinite(each[0]).all()
+
+
+def test_the_compatibility_apis_cast_large_floats_as_the_originals(make):
+    from gymnasium.vector import SyncVectorEnv
+
+    from jaxvec.compat.gymnasium import AsyncVectorEnv
+
+    fns = [partial(Large, env_id, 1e200, (2,), np.float32) for env_id in range(2)]
+    with np.errstate(over="ignore"):
+        theirs = SyncVectorEnv(fns)
+        theirs.reset(seed=0)
+        expected = theirs.step(np.ones(2, int))
+    ours = AsyncVectorEnv(fns)
+    try:
+        ours.reset(seed=0)
+        got = ours.step(np.ones(2, int))
+    finally:
+        ours.close()
+    assert np.isposinf(got[0][1]).all()
+    np.testing.assert_array_equal(got[0], expected[0])
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "rewards", "leaf"),
+    [((2,), (), "obs"), ((), (), "reward"), ((), (2,), "reward")],
+    ids=["obs", "reward", "rewards"],
+)
+def test_strict_refuses_floats_too_large_for_the_stored_dtype(make, shape, rewards, leaf):
+    class Env(Large):
+        def step(self, action):
+            obs, reward, *rest = super().step(action)
+            return (obs if leaf == "obs" else np.zeros(shape)), (0.0 if leaf == "obs" else reward), *rest
+
+    fn = partial(Env, value=1e39, shape=shape, dtype=np.float64, rewards=rewards)
+    envs = make(lambda env_id: fn(env_id), 2, num_workers=1, check="strict")
+    envs.reset(seed=0)
+    envs.step([0, 0])
+    with pytest.raises(
+        jaxvec.EnvDataError, match=rf"env 1 .*{leaf}: 1e\+39 doesn't fit into float32, .*float64"
+    ):
+        envs.step([1, 1])
+
+
+def test_strict_refuses_returns_and_infos_that_are_too_large(make):
+    for value, leaf in ((3e38, "episode_return"), (1e39, "score")):
+
+        class Env(Large):
+            def step(self, action, leaf=leaf):
+                _, reward, *rest, info = super().step(action)
+                return np.zeros(()), (reward if leaf == "episode_return" else 0.0), *rest, info
+
+        fn = partial(Env, value=value, shape=(), dtype=np.float64)
+        envs = make(
+            lambda env_id, fn=fn: fn(env_id), 2, backend="serial", check="strict", info={"score": float}
+        )
+        envs.reset(seed=0)
+        with pytest.raises(
+            jaxvec.EnvDataError, match=rf"env 1 .*info\['{leaf}'\]: .* doesn't fit into float32"
+        ):
+            envs.step([1, 1])
+            envs.step([1, 1])
+
+
+def test_what_is_infinite_from_the_start_is_no_error(make):
+    fn = partial(Large, value=np.inf, shape=(), dtype=np.float64)
+    envs = make(lambda env_id: fn(env_id), 2, backend="serial", check="strict")
+    envs.reset(seed=0)
+    assert envs.step([1, 1]).reward.tolist() == [2, np.inf]
 
 
 def test_a_fork_that_comes_back_from_a_step_is_ended(make, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import gymnasium
@@ -339,6 +340,68 @@ def test_wrong_data_are_named(make, kwargs, changes, message):
     envs.reset()
     with pytest.raises(jaxvec.EnvDataError, match=message):
         envs.step([0, 0])
+
+
+class Large(Wrong):
+    """Has integers of 64 bits, which the pool stores in 32."""
+
+    single_observation_space = spaces.Box(0, 2**62, (), np.int64)
+
+    def __init__(self, **changes):
+        super().__init__(**{"obs": np.zeros(2, np.int64)} | changes)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.int64), {}
+
+
+BIG = np.array([3, 2**32 + 5])
+ENDS = {"truncated": np.ones(2, bool), "info": {"final_obs": np.zeros(2, int)}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "leaf"),
+    [
+        ({"obs": BIG}, "obs"),
+        ({"info": {"score": BIG}}, "info['score']"),
+        ({"info": {"score": BIG.tolist()}}, "info['score']"),
+        ({**ENDS, "info": {"final_obs": BIG}}, "info['final_obs']"),
+        ({**ENDS, "info": {**ENDS["info"], "final_info": {"score": BIG}}}, "info['final_info']['score']"),
+    ],
+    ids=["obs", "info", "list", "final_obs", "final_info"],
+)
+def test_integers_of_a_batched_env_never_wrap(make, changes, leaf):
+    envs = make(partial(Large, **changes), 4, envs_per_instance=2, num_workers=2, info={"score": int})
+    envs.reset()
+    message = rf"^env [13] .*{re.escape(leaf)}: 4294967301 doesn't fit into int32.*jax_enable_x64"
+    with pytest.raises(jaxvec.EnvDataError, match=message):
+        envs.step([0] * 4)
+
+
+def test_narrower_integers_of_a_batched_env_never_wrap(make):
+    class Bytes(Large):
+        single_observation_space = spaces.Box(0, 255, (), np.uint8)
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(2, np.uint8), {}
+
+    envs = make(
+        partial(Bytes, obs=np.array([255, 1000], np.uint16)), 2, envs_per_instance=2, backend="serial"
+    )
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match="env 1 .*obs: 1000 doesn't fit into uint8"):
+        envs.step([0, 0])
+
+
+def test_large_floats_of_a_batched_env_are_infinite(make):
+    ends = {"obs": np.full((2, 3), 1e39), "info": {"score": np.array([1e39, 1.0])}}
+    result = {"reward": np.array([1e39, -1.7e308]), "truncated": np.zeros(2, bool)} | ends
+    envs = make(partial(Wrong, **result), 2, envs_per_instance=2, backend="serial", info={"score": float})
+    envs.reset()
+    for _ in range(2):
+        timestep = envs.step([0, 0])
+        assert np.isposinf(timestep.obs).all()
+        assert timestep.reward.tolist() == timestep.info["episode_return"].tolist() == [np.inf, -np.inf]
+        assert timestep.info["score"].tolist() == [np.inf, 1]
 
 
 def test_an_exception_names_the_first_of_the_batch(make):
