@@ -6,7 +6,8 @@ Most take values on the host. Some also work at trace time, for `callbacks/_call
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -144,13 +145,19 @@ def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]
     return [found for child, part in pairs for found in flatten(child, part, check)]
 
 
-def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = False) -> list[NDArray[Any]]:
+# Returns the name of a row of a batch for an error, such as "env 3".
+RowName: TypeAlias = Callable[[int], str]
+
+
+def check_on_host(
+    spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = False, name_row: RowName = "env {}".format
+) -> list[NDArray[Any]]:
     """Returns the leaves of a batch of actions, each `[num_envs, ...]`, in the order of the spec.
 
-    For a `Dict` space, `action` may also be a tuple or list with one dict per env. With `exact`, values that
-    the stored dtype would round are rejected. Raises an `ActionError` that names the leaf.
+    For a `Dict` space, `action` may also be a tuple or list with one dict per env. Values are cast as by
+    `cast_rows`. Raises an `ActionError` that names the leaf.
     """
-    return _check_batch(spec.action, action, num_envs, exact=exact)
+    return _check_batch(spec.action, action, num_envs, exact=exact, name_row=name_row)
 
 
 def check_options(
@@ -162,26 +169,74 @@ def check_options(
 
     Raises:
         TypeError: The pool has no declared options.
-        ValueError: They have the wrong structure, shape or dtype. The message names the leaf.
+        ValueError: They have the wrong structure, shape, dtype or range. The message names the leaf.
     """
     if options is None:
         return []
     if spec.reset_options is None:
         raise TypeError("reset_options: declare them with make(reset_options=spaces.Dict(...)) first")
-    try:
+    with _as_value_error():
         return [*check(spec.reset_options, options), ones(num_envs, np.bool_)]
+
+
+@contextmanager
+def _as_value_error() -> Generator[None]:
+    """Turns the errors of actions into those of reset options."""
+    try:
+        yield
     except ActionError as error:
         raise ValueError(str(error)) from None
 
 
-def options_on_host(spec: PoolSpec, options: Any, num_envs: int) -> list[NDArray[Any]]:
+def options_on_host(
+    spec: PoolSpec, options: Any, num_envs: int, *, name_row: RowName = "env {}".format
+) -> list[NDArray[Any]]:
     """Returns the leaves of declared reset options; see `check_options`."""
-    check = partial(_check_batch, num_envs=num_envs, one_for_all=True)
+    check = partial(_check_batch, num_envs=num_envs, one_for_all=True, name_row=name_row)
     return check_options(spec, options, num_envs, check, np.ones)
 
 
+def cast_rows(
+    leaf: Leaf, array: NDArray[Any], name_row: RowName = "env {}".format, *, exact: bool = False
+) -> NDArray[Any]:
+    """Returns an array `[n, ...]` of the program in the leaf's stored dtype.
+
+    Integers never wrap: an `ActionError` names row, leaf and value. Floats are rounded, and are infinite if
+    they are too large; with `exact`, values that would change are rejected.
+    """
+    if array.dtype == leaf.stored:
+        return array
+    if leaf.stored.kind in "iu":
+        stored = array.astype(leaf.stored)
+        place = find_first(stored != array)
+    else:
+        with np.errstate(over="ignore"):  # NumPy's warning would be an error in some programs
+            stored = array.astype(leaf.stored)
+        is_checked = exact and not np.can_cast(array.dtype, leaf.stored)
+        place = find_first(stored != array) if is_checked else None
+    if place is None:
+        return stored
+    row, value = place * len(array) // array.size, array.flat[place].item()
+    raise ActionError(f"{leaf}: {value} for {name_row(row)} doesn't fit into {leaf.stored}")
+
+
+def cast_operands(spec: PoolSpec, arrays: Sequence[NDArray[Any]], name_row: RowName) -> list[NDArray[Any]]:
+    """Returns the leaves of actions and, if given, reset options of a program, cast by `cast_rows`."""
+    found = [cast_rows(*each, name_row) for each in zip(spec.action_leaves, arrays, strict=False)]
+    if options := arrays[len(found) :]:
+        with _as_value_error():
+            found += [cast_rows(*each, name_row) for each in zip(spec.option_leaves, options, strict=True)]
+    return found
+
+
 def _check_batch(
-    node: Node, batch: Any, num_envs: int, *, exact: bool = False, one_for_all: bool = False
+    node: Node,
+    batch: Any,
+    num_envs: int,
+    *,
+    exact: bool = False,
+    one_for_all: bool = False,
+    name_row: RowName,
 ) -> list[NDArray[Any]]:
     """Returns the leaves of a batch; with `one_for_all`, a leaf without env axis is for each env."""
 
@@ -199,11 +254,7 @@ def _check_batch(
             array = np.broadcast_to(array, shape)
         if array.shape != shape or not castable(array.dtype, leaf):
             raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}")
-        stored = array.astype(leaf.stored, copy=False)
-        safe = (leaf.stored.kind == "f" and not exact) or np.can_cast(array.dtype, leaf.stored)
-        if not safe and np.count_nonzero(stored != array):  # faster than `all` for few values
-            raise _unexpected(leaf, shape, f"values that don't fit into {leaf.stored}")
-        return stored
+        return cast_rows(leaf, array, name_row, exact=exact)
 
     if isinstance(node, DictNode) and isinstance(batch, (tuple, list)):
         # One sample per env. Not supported for a `Tuple` space, where samples and a batch can look alike.

@@ -64,7 +64,7 @@ class SpaceMismatchError(JaxvecError, ValueError):
 
 
 class ActionError(JaxvecError, ValueError):
-    """An action of the wrong structure, shape or dtype. The message names the leaf."""
+    """An action of the wrong structure, shape, dtype or range. The message names the leaf."""
 
 
 class ResetNeededError(JaxvecError, RuntimeError):

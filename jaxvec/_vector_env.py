@@ -162,8 +162,9 @@ class VectorEnv:
             ```
         """
         slots = _arguments.check_env_id(env_id, self.num_envs)
-        actions = _arguments.check_on_host(self.spec, action, len(slots))
-        actions += _arguments.options_on_host(self.spec, reset_options, len(slots))
+        batch: dict[str, Any] = {"num_envs": len(slots), "name_row": lambda row: f"env {slots[row]}"}
+        actions = _arguments.check_on_host(self.spec, action, **batch)
+        actions += _arguments.options_on_host(self.spec, reset_options, **batch)
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
     def reset_async(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
@@ -258,7 +259,7 @@ class VectorEnv:
             ```
         """
         ids = _spec.check_states(state)
-        actions = _arguments.check_on_host(self.spec, action, len(ids))
+        actions = _arguments.check_on_host(self.spec, action, len(ids), name_row="state {}".format)
         ids, rows = self._pool.simulate(ids, actions, deliver=self._deliver)
         return EnvState(ids), self.spec.build_timestep(rows)
 

@@ -5,9 +5,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
+
+#include "narrow.h"
 
 namespace jaxvec {
 namespace {
@@ -17,12 +20,54 @@ constexpr uint32_t kIdType = 'i' + 256 * 4;
 constexpr int64_t kEnterTimeoutNs = 1'000'000'000;
 static_assert(sizeof(TokenRow) == 3 * sizeof(uint32_t));
 
-// Returns whether the arrays after the token have the types of the first `count` leaves and `rows` rows each,
-// or none if `optional`.
+// Calls `function` with a zero of an integer type; returns false for other types.
+template <typename Function>
+bool with_integer(uint32_t dtype, const Function& function) {
+  switch (dtype) {
+    case 'i' + 256 * 1:
+      return function(int8_t{});
+    case 'i' + 256 * 2:
+      return function(int16_t{});
+    case 'i' + 256 * 4:
+      return function(int32_t{});
+    case 'i' + 256 * 8:
+      return function(int64_t{});
+    case 'u' + 256 * 1:
+      return function(uint8_t{});
+    case 'u' + 256 * 2:
+      return function(uint16_t{});
+    case 'u' + 256 * 4:
+      return function(uint32_t{});
+    case 'u' + 256 * 8:
+      return function(uint64_t{});
+    default:
+      return false;
+  }
+}
+
+bool is_integer(uint32_t dtype) {
+  return with_integer(dtype, [](auto) { return true; });
+}
+
+// Casts integers to another integer type. Returns false if one does not fit.
+bool cast(const Array& from, uint32_t dtype, void* to) {
+  return with_integer(from.dtype, [&](auto source) {
+    return with_integer(dtype, [&](auto target) {
+      return narrow<decltype(source), decltype(target)>(from.data, to, count_of(from));
+    });
+  });
+}
+
+// Returns whether the arrays after the token have the shapes of the first `count` leaves and `rows` rows
+// each. Results have the leaves' dtypes, and no rows if the program does not read them. Operands may have
+// other integer types.
 bool fit(const std::vector<Leaf>& leaves, size_t count, const std::vector<Array>& arrays, int64_t rows,
-         bool optional) {
+         bool results) {
   const auto fits = [=](const Leaf& leaf, const Array& array) {
-    return leaf.matches(array) && (array.dims[0] == rows || (optional && array.dims[0] == 0));
+    const bool same = leaf.dtype == array.dtype;
+    return leaf.has_shape(array) &&
+           (same || (!results && is_integer(leaf.dtype) && is_integer(array.dtype))) &&
+           (array.dims[0] == rows || (results && array.dims[0] == 0));
   };
   return arrays.size() > count &&
          std::equal(leaves.begin(), leaves.begin() + count, arrays.begin() + 1, fits);
@@ -55,11 +100,11 @@ std::unordered_map<uint32_t, std::shared_ptr<Pool>>& registry() {               
 
 }  // namespace
 
-size_t bytes_of(const Array& array) {
-  size_t bytes = array.dtype / 256;
-  for (uint32_t axis = 0; axis < array.rank; ++axis) bytes *= array.dims[axis];
-  return bytes;
+size_t count_of(const Array& array) {
+  return std::accumulate(array.dims, array.dims + array.rank, size_t{1}, std::multiplies<>());
 }
+
+size_t bytes_of(const Array& array) { return count_of(array) * (array.dtype / 256); }
 
 bool is_token(const Array& array) {
   return array.dtype == kTokenType && array.rank == 2 && array.dims[0] > 0 && array.dims[1] == 3;
@@ -74,9 +119,8 @@ Leaf::Leaf(const Array& array)
   for (size_t axis = 1; axis < dims.size(); ++axis) row *= dims[axis];
 }
 
-bool Leaf::matches(const Array& array) const {
-  return dtype == array.dtype && array.rank == dims.size() &&
-         std::equal(dims.begin() + 1, dims.end(), array.dims + 1);
+bool Leaf::has_shape(const Array& array) const {
+  return array.rank == dims.size() && std::equal(dims.begin() + 1, dims.end(), array.dims + 1);
 }
 
 void Leaf::write(const std::vector<int64_t>& slots, const void* rows) const {
@@ -148,7 +192,16 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
     generation.push_back(token[i].generation);
   }
   std::vector<const void*> actions(actions_.size());
-  for (size_t i = 0; i < num_given(verb, operands); ++i) actions[i] = operands[i + 1].data;
+  // Own the actions of other integer types. Python reports those that do not fit.
+  std::vector<std::vector<char>> casts;
+  for (size_t i = 0; i < num_given(verb, operands); ++i) {
+    const Array& given = operands[i + 1];
+    actions[i] = given.data;
+    if (given.dtype == actions_[i].dtype) continue;
+    casts.emplace_back(count_of(given) * (actions_[i].dtype / 256));
+    if (!cast(given, actions_[i].dtype, casts.back().data())) return Status::kElsewhere;
+    actions[i] = casts.back().data();
+  }
   std::vector<void*> leaves;
   for (size_t i = 1; i < results.size(); ++i) {
     leaves.push_back(results[i].dims[0] > 0 ? results[i].data

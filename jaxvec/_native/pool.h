@@ -34,6 +34,7 @@ struct Array {
   const uint8_t* nonzero;  // [num_slots] for a leaf in the segment: 0 for rows of zeros; null if unknown
 };
 
+size_t count_of(const Array& array);  // number of elements
 size_t bytes_of(const Array& array);
 
 // A row of a token, which is `[num_envs, 3]` uint32. The generation counts the env's resets and steps.
@@ -119,8 +120,8 @@ class HostTarget : public Target {
 // A leaf in the segment.
 struct Leaf {
   explicit Leaf(const Array& array);
-  // Returns whether the array has this leaf's dtype and row shape.
-  bool matches(const Array& array) const;
+  // Returns whether the array's rows have this leaf's shape.
+  bool has_shape(const Array& array) const;
   void write(const std::vector<int64_t>& slots, const void* rows) const;
   // Appends the slots' rows to `runs`; adjacent rows share a run.
   void read(const std::vector<int64_t>& slots, std::vector<Run>* runs) const;

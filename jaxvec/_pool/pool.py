@@ -376,7 +376,7 @@ class Pool:
         """Returns the options for the control sockets, and those for the segment if they are declared."""
         if self.spec.reset_options is None:
             return expand_options(options, slots, self.spec.num_envs), ()
-        return None, options_on_host(self.spec, options, len(slots))
+        return None, options_on_host(self.spec, options, len(slots), name_row=lambda row: f"env {slots[row]}")
 
     def _changes_options(self, options: Options, slots: NDArray[Any]) -> bool:
         """Returns True if the workers may hold other reset options than these for some of `slots`."""

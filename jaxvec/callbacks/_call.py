@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -25,7 +26,18 @@ from jax.extend.core import Jaxpr
 from jax.interpreters import batching
 from numpy.typing import NDArray
 
-from jaxvec._arguments import NO_SEED, castable, check_mask, check_options, check_seeds, expand_seeds, flatten
+from jaxvec._arguments import (
+    NO_SEED,
+    RowName,
+    cast_operands,
+    cast_rows,
+    castable,
+    check_mask,
+    check_options,
+    check_seeds,
+    expand_seeds,
+    flatten,
+)
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._memory.rows import InvalidValue, conform, store
@@ -188,8 +200,9 @@ class Call:
         fresh: True for a reset of the whole pool, without a handle.
         extra: Pickled. RESET: undeclared options, and whether there is a mask. CALL and GET_ATTR: name,
             arguments and result structure.
-        arguments: Shape, without the env axis, and dtype of each array argument of CALL, or of each leaf of
-            the declared reset options, if the program gives them.
+        arguments: Shape, without the env axis, and dtype of each leaf of the action and, if given, the
+            declared reset options, or of each array argument of CALL. Integers have the program's dtype, as
+            XLA's casts wrap around: they are checked and cast in the call, by C++ or `cast_rows`.
         answers: The same for each result of CALL or GET_ATTR.
         elastic: True for a fresh reset of a pool family, which starts the pool with as many envs as the token
             has rows; see `registry.publish_family`.
@@ -222,14 +235,12 @@ class Call:
         match self.verb:
             case Verb.RESET:
                 types = [((2,), np.uint32), ((), np.bool_), *self.arguments]
-            case Verb.STEP | Verb.SEND:
-                types = [(leaf.shape, leaf.stored) for leaf in self.spec.action_leaves]
-                types += self.arguments
-                types += [((), np.int32)] if self.verb is Verb.SEND else []
+            case Verb.SEND:
+                types = [*self.arguments, ((), np.int32)]
             case Verb.RESTORE:
                 types = [_ID]
             case Verb.SIMULATE:
-                types = [_ID, *((leaf.shape, leaf.stored) for leaf in self.spec.action_leaves)]
+                types = [_ID, *self.arguments]
             case _:
                 types = self.arguments
         return [token, *(_struct(*each, sent if self.verb is Verb.SEND else rows) for each in types)]
@@ -291,7 +302,8 @@ def answer(call: Call, pool: Pool, operands: Rows, out: Rows | None = None) -> l
 
 def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> list[Array]:
     if call.verb is Verb.SIMULATE:
-        ids, rows = pool.simulate(rest[0], rest[1:], deliver=deliver)
+        actions = cast_operands(pool.spec, rest[1:], "state {}".format)
+        ids, rows = pool.simulate(rest[0], actions, deliver=deliver)
         return [ids, *rows]
     move = move_of(call, pool, token)
     match call.verb:
@@ -308,9 +320,11 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
             mask = mask if masked else None
             given = pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=deliver)
         case Verb.STEP:
-            given = pool.step(move, rest, deliver=deliver)
+            actions = cast_operands(pool.spec, rest, row_name(move.slots))
+            given = pool.step(move, actions, deliver=deliver)
         case Verb.SEND:
             *actions, env_ids = rest
+            actions = cast_operands(pool.spec, actions, row_name(env_ids))
             pool.send(move, env_ids.astype(np.intp), actions)
             given = []
         case Verb.RECV:
@@ -422,30 +436,50 @@ def check_handle(handle: Any, verb: str) -> PoolSpec:
     return handle.spec
 
 
-def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
-    """Returns the action's leaves, `[num_envs, ...]`, in the order and dtypes of the spec."""
-    return _check_batch(spec.action, action, num_envs)
+def check_action(spec: PoolSpec, action: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
+    """Returns the action's leaves, `[num_envs, ...]`, in the order of the spec."""
+    return _check_batch(spec.action, action, num_envs, name_row)
 
 
-def declared_options(spec: PoolSpec, options: Any, num_envs: int) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Returns the operands and the fields of a `Call` for reset options, none for `None`.
+def declared_options(spec: PoolSpec, options: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
+    """Returns the operands for reset options, none for `None`.
 
     The options are a pytree of the declared space with leaves `[num_envs, ...]`, or `[...]` for all envs.
     """
-    check = partial(_check_batch, num_envs=num_envs, one_for_all=True)
-    arrays = check_options(spec, options, num_envs, check, jnp.ones)
-    return arrays, {"arguments": tuple((array.shape[1:], np.dtype(array.dtype)) for array in arrays)}
+    check = partial(_check_batch, num_envs=num_envs, name_row=name_row, one_for_all=True)
+    return check_options(spec, options, num_envs, check, jnp.ones)
 
 
-def _check_batch(node: Node, batch: Any, num_envs: int, *, one_for_all: bool = False) -> list[jax.Array]:
+def row_name(ids: Any) -> RowName:
+    """Returns a function that names the env of a row, by env ids `[k]` or a token `[k, 3]`."""
+
+    def name(row: int) -> str:
+        if isinstance(ids, Tracer):  # the ids are known when the call runs
+            return f"row {row}"
+        return f"env {int(ids[row, 1] if ids.ndim == 2 else ids[row])}"
+
+    return name
+
+
+def types_of(operands: Sequence[Any]) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
+    """Returns `Call.arguments`."""
+    return tuple((operand.shape[1:], np.dtype(operand.dtype)) for operand in operands)
+
+
+def _check_batch(
+    node: Node, batch: Any, num_envs: int, name_row: RowName, *, one_for_all: bool = False
+) -> list[jax.Array]:
+    """Returns the leaves in their stored dtype; integers that may not fit are left to the call."""
+
     def check(leaf: Leaf, value: Any) -> jax.Array:
         try:
-            array = jnp.asarray(value)
-        except (TypeError, ValueError) as error:
+            array = as_array(value)
+        except (TypeError, ValueError, OverflowError) as error:
             raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
         shape = (num_envs, *leaf.shape)
+        xp = np if isinstance(array, np.ndarray) else jnp
         if one_for_all and array.shape == leaf.shape:
-            array = jnp.broadcast_to(array, shape)
+            array = xp.broadcast_to(array, shape)
         if array.shape != shape:
             raise ActionError(
                 f"{leaf}: got shape {array.shape}, expected {shape}, env axis first; under vmap and "
@@ -454,9 +488,23 @@ def _check_batch(node: Node, batch: Any, num_envs: int, *, one_for_all: bool = F
         if not castable(array.dtype, leaf):
             hint = f"cast it with .astype(jnp.{leaf.stored})"
             raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")
-        return array.astype(leaf.stored)
+        if isinstance(array, np.ndarray):
+            return jnp.asarray(cast_rows(leaf, array, name_row))
+        may_wrap = leaf.stored.kind in "iu" and not np.can_cast(array.dtype, leaf.stored)
+        return array if may_wrap else array.astype(leaf.stored)
 
     return flatten(node, batch, check)
+
+
+def as_array(value: Any) -> jax.Array | NDArray[Any]:
+    """Returns a value as an array: numbers of the host as NumPy's, because JAX would wrap large integers."""
+    if isinstance(value, jax.Array):
+        return value
+    with suppress(jax.errors.TracerArrayConversionError):  # a list with traced values
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf":
+            return array
+    return jnp.asarray(value)
 
 
 def seed_words(seed: Any, num_envs: int) -> jax.Array:

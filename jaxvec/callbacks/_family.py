@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Self, final
 
 import jax
-import jax.numpy as jnp
 
 from jaxvec._config import PoolConfig, Workers
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
@@ -24,7 +23,7 @@ from jaxvec._pool.pool import Pool
 from jaxvec._spec import TimeStep
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions
-from jaxvec.callbacks._call import Handle
+from jaxvec.callbacks._call import Handle, as_array
 from jaxvec.callbacks._make import make
 
 # Options that users cannot set.
@@ -112,7 +111,7 @@ class EnvFamily:
 
     def step(self, handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Handle, TimeStep]:
         """Steps one env, or under `vmap` one env per instance, with a single dispatch; see `jaxvec.step`."""
-        batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], action)
+        batch = jax.tree.map(lambda leaf: as_array(leaf)[None], action)
         handle, timestep = _functions.step(handle, batch, reset_options=reset_options)
         return handle, _first(timestep)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec._arguments import check_ids
+from jaxvec._arguments import check_ids, find_first
 from jaxvec._dispatch.move import Verb
 from jaxvec._spec import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
@@ -23,15 +23,20 @@ from jaxvec.callbacks._call import (
     Call,
     Handle,
     Operand,
+    as_array,
     check_action,
     check_handle,
     declared_options,
     mask_array,
+    row_name,
     seed_words,
+    types_of,
 )
 
 if TYPE_CHECKING:
     import chex  # only for types: its import fails where no folder for temporary files is writable
+
+_MAX_ID = np.iinfo(np.int32).max
 
 
 def reset(
@@ -102,8 +107,8 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
 
     Args:
         handle: The handle returned by the latest reset or step.
-        action: Pytree of the action space with leaves `[num_envs, ...]`. Dtypes are widened (bool, integer,
-            float), never narrowed.
+        action: Pytree of the action space with leaves `[num_envs, ...]`. Bools may stand for integers, and
+            integers for floats. Integers may have any dtype, if their values fit the space's.
         reset_options: Options for the envs that reset themselves in this step, a pytree of the space of
             `make(reset_options=...)` with leaves `[num_envs, ...]`, or `[...]` for all envs. Envs keep the
             latest ones for later resets, so `None` changes nothing.
@@ -112,8 +117,9 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
         The handle for the next step, and the time step.
 
     Raises:
-        ActionError: The action has the wrong structure, shape or dtype. Raised at trace time.
-        ValueError, TypeError: So have the reset options, or the pool does not declare any.
+        ActionError: The action has the wrong structure, shape or dtype, raised at trace time; or an integer
+            does not fit, and nothing was stepped.
+        ValueError, TypeError: So for the reset options, or the pool does not declare any.
         StaleHandleError: The handle is not the latest. Nothing was stepped.
         ResetNeededError: Without autoreset, the episode of an env has ended. Nothing was stepped.
         EnvIdError: The handle contains a duplicate env, for example if vmapped instances share it.
@@ -140,10 +146,10 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
         ```
     """
     spec = check_handle(handle, "step")
-    actions = check_action(spec, action, handle.num_envs)
-    given, fields = declared_options(spec, reset_options, handle.num_envs)
-    token, *rows = _bind(Verb.STEP, handle, *actions, *given, **fields)
-    return handle.next(token), spec.build_timestep(rows)
+    rows: Any = handle.num_envs, row_name(handle.token)
+    operands = [*check_action(spec, action, *rows), *declared_options(spec, reset_options, *rows)]
+    token, *leaves = _bind(Verb.STEP, handle, *operands, arguments=types_of(operands))
+    return handle.next(token), spec.build_timestep(leaves)
 
 
 # --- Asynchronous steps: send and recv -------------------------------------------------------------------
@@ -177,11 +183,14 @@ def send(handle: Handle, action: Any, env_id: Any = None, *, reset_options: Any 
         ```
     """
     spec = check_handle(handle, "send")
-    ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
+    ids: Any = np.arange(spec.num_envs) if env_id is None else as_array(env_id)
     check_ids(ids.dtype, ids.shape)
-    actions = check_action(spec, action, ids.size)
-    given, fields = declared_options(spec, reset_options, ids.size)
-    (token,) = _bind(Verb.SEND, handle, *actions, *given, ids.astype(np.int32), **fields)
+    if not np.can_cast(ids.dtype, np.int32):  # an id out of range must not wrap to another env's
+        low = -1 if ids.dtype.kind == "i" else 0
+        ids = (jnp if isinstance(ids, jax.Array) else np).clip(ids, low, _MAX_ID)
+    rows: Any = ids.size, row_name(ids)
+    operands = [*check_action(spec, action, *rows), *declared_options(spec, reset_options, *rows)]
+    (token,) = _bind(Verb.SEND, handle, *operands, ids.astype(np.int32), arguments=types_of(operands))
     return handle.next(token)
 
 
@@ -301,6 +310,13 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
         if not isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic, jax.Array)):
             return leaf
         array = jnp.asarray(leaf)
+        if isinstance(leaf, (np.ndarray, np.generic)) and array.dtype.kind in "iu":
+            given = np.asarray(leaf)
+            if (place := find_first(given.astype(array.dtype) != given)) is not None:
+                raise ValueError(
+                    f"call of {method}: {given.flat[place]} in an argument doesn't fit into "
+                    f"{array.dtype}, in which JAX stores {leaf.dtype} while jax_enable_x64 is off"
+                )
         if array.ndim == 0:
             array = jnp.broadcast_to(array, (handle.num_envs,))
         if array.shape[0] != handle.num_envs:
@@ -313,8 +329,8 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
 
     placed = jax.tree.map(operand, args)
     extra = _extra(method, placed, tree)
-    arguments = tuple((array.shape[1:], np.dtype(array.dtype)) for array in operands)
-    token, *values = _bind(Verb.CALL, handle, *operands, extra=extra, arguments=arguments, answers=answers)
+    fields = {"extra": extra, "arguments": types_of(operands), "answers": answers}
+    token, *values = _bind(Verb.CALL, handle, *operands, **fields)
     return handle.next(token), jax.tree.unflatten(tree, values)
 
 
@@ -446,7 +462,8 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
     else:
         raise _not_a_pool("simulate", envs)
     spec = check_handle(handle, "simulate")
-    ids, *rows = _bind(Verb.SIMULATE, handle, ids, *check_action(spec, action, len(ids)))
+    actions = check_action(spec, action, len(ids), "state {}".format)
+    ids, *rows = _bind(Verb.SIMULATE, handle, ids, *actions, arguments=types_of(actions))
     return EnvState(ids), spec.build_timestep(rows)
 
 
@@ -466,11 +483,11 @@ def bind_reset(handle: Handle, seed: Any, mask: Any, options: Any, **fields: Any
     spec, num_envs = check_handle(handle, "reset"), handle.num_envs
     given: list[Any] = []
     if spec.reset_options is not None:
-        given, declared = declared_options(spec, options, num_envs)
-        options, fields = None, fields | declared
+        given, options = declared_options(spec, options, num_envs, row_name(handle.token)), None
     words, masked = seed_words(seed, num_envs), mask is not None
     operands = words, mask_array(mask, num_envs), *given
-    token, *rows = _bind(Verb.RESET, handle, *operands, extra=dumps((options, masked)), **fields)
+    fields |= {"extra": dumps((options, masked)), "arguments": types_of(given)}
+    token, *rows = _bind(Verb.RESET, handle, *operands, **fields)
     return handle.next(token), spec.build_timestep(rows)
 
 

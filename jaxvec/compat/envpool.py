@@ -250,7 +250,9 @@ class EnvPool(ABC):
         """
         action, env_id = split(action, env_id)
         ids = self._check_ids(env_id)
-        actions = check_on_host(self.vector_env.spec, action, len(ids))
+        actions = check_on_host(
+            self.vector_env.spec, action, len(ids), name_row=lambda row: f"env {ids[row]}"
+        )
         self._pool.send(self._pool.move_all(Verb.SEND), ids, actions)
         if not self.is_async:
             self._sent += ids.tolist()

@@ -347,10 +347,11 @@ def test_errors_are_those_of_the_cpu(driver, pool):
         gpu.step(first, np.zeros(2, np.int32))
     with pytest.raises(jaxvec.StaleHandleError):
         envs.raise_if_failed()
+    action = _call.types_of([np.zeros(2, np.int32)])
     with pytest.raises(CallError, match="buffers"):
-        gpu.call(Verb.STEP, [second, np.zeros(2, np.float32)])
+        gpu.call(Verb.STEP, [second, np.zeros(2, np.float32)], arguments=action)
     with pytest.raises(CallError, match="buffers"):
-        gpu.call(Verb.STEP, [second])
+        gpu.call(Verb.STEP, [second], arguments=action)
     with pytest.raises(CallError, match="dtype that NumPy does not have"):
         gpu.call(Verb.STEP, [second, np.zeros(2, "V4")])
     gpu.step(second, np.zeros(2, np.int32))

@@ -224,8 +224,12 @@ def change(**changes):
 
 def test_host_actions_beyond_32_bits_are_refused_and_not_wrapped(envs):
     envs.reset()
-    with pool_moves(envs), pytest.raises(jaxvec.ActionError, match="action: .* don't fit into int32"):
-        envs.step(np.full(3, 2**32 + 1))
+    wrong = np.array([0, 2**32 + 1, -(2**40)])
+    with (
+        pool_moves(envs),
+        pytest.raises(jaxvec.ActionError, match="action: 4294967297 for env 1 doesn't fit"),
+    ):
+        envs.step(wrong)
     with pool_moves(envs, steps=1):
         envs.step(np.ones(3, np.int64))
 

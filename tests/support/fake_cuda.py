@@ -119,20 +119,23 @@ class Gpu:
 
     def step(self, token, action):
         """As `reset`."""
-        return self.call(Verb.STEP, [token, *self._leaves(action, len(token))])
+        leaves = self._leaves(action, len(token))
+        return self.call(Verb.STEP, [token, *leaves], arguments=_call.types_of(leaves))
 
     def send(self, token, action, env_id):
         """As `reset`, without rows."""
-        return self.call(Verb.SEND, [token, *self._leaves(action, len(env_id)), env_id.astype(np.int32)])[0]
+        leaves = self._leaves(action, len(env_id))
+        operands = [token, *leaves, env_id.astype(np.int32)]
+        return self.call(Verb.SEND, operands, arguments=_call.types_of(leaves))[0]
 
     def _leaves(self, action, rows):
-        return [np.asarray(leaf) for leaf in _call.check_action(self.envs.spec, action, rows)]
+        return [np.asarray(leaf) for leaf in _call.check_action(self.envs.spec, action, rows, str)]
 
     def recv(self, token):
         """As `reset`."""
         return self.call(Verb.RECV, [token])
 
-    def call(self, verb, operands, *, fresh=False, extra=b""):
+    def call(self, verb, operands, *, fresh=False, extra=b"", arguments=()):
         """Makes a call; returns the token and the rows."""
         spec = self.envs.spec
         operands = [np.ascontiguousarray(operand) for operand in operands]
@@ -144,7 +147,7 @@ class Gpu:
             stream=self.stream,
             verb=verb,
             fresh=fresh,
-            extra=pickle.dumps((extra, (), ())),
+            extra=pickle.dumps((extra, arguments, ())),
             fingerprint=spec.fingerprint,
             operands=operands,
             results=results,

@@ -12,9 +12,10 @@ from gymnasium.spaces import GraphInstance
 
 from jaxvec import ActionError, _native
 from jaxvec import spaces as padding
+from jaxvec._arguments import cast_rows
 from jaxvec._memory import rows as _rows
 from jaxvec._memory.segment import make_layout, private_segment
-from jaxvec._spec import Autoreset, EnvSpaces, as_is, as_jax, make_spec
+from jaxvec._spec import Autoreset, EnvSpaces, Leaf, as_is, as_jax, make_spec
 
 INTEGERS = [np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)]
 FLOATS = [np.dtype(f"f{size}") for size in (2, 4, 8)]
@@ -127,3 +128,19 @@ def test_floats_out_of_range_are_infinite_unless_strict(monkeypatch, compiled, p
 def test_integers_in_padded_values_never_wrap(space, value, maxima, wrong):
     with pytest.raises(ActionError, match=rf"action.*: {wrong} doesn't fit into"):
         padding.pad(space, value, maxima)
+
+
+@pytest.mark.parametrize("stored", INTEGERS, ids=str)
+def test_actions_of_any_integer_dtype_fit_or_are_refused(stored):
+    leaf = Leaf(("action", "x"), (2,), stored, stored)
+    low, high = LIMITS[stored]
+    for given in [np.dtype(bool), *INTEGERS]:
+        for value in [0, 1] if given.kind == "b" else values_of(given):
+            array = np.zeros((3, 2), given)
+            array[1, 1] = value
+            if low <= value <= high:
+                assert cast_rows(leaf, array)[1].tolist() == [0, value]
+                continue
+            with pytest.raises(ActionError) as caught:
+                cast_rows(leaf, array)
+            assert str(caught.value) == f"action['x']: {value} for env 1 doesn't fit into {stored}"
