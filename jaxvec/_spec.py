@@ -792,7 +792,8 @@ def make_spec(
         node = walk(spaces.reward, root=("reward",), policy=policy)
         if not isinstance(node, Leaf):
             raise UnsupportedSpaceError("reward: reward_space must be a single Box, not a nested space")
-        reward = node
+        # Rewards are floats, whatever the space: fractions would be cut off in an integer row.
+        reward = node if node.dtype.kind == "f" else replace(reward, shape=node.shape)
 
     declared_node = declared_leaves(declared, policy, sizes)
     fields: dict[str, Node] = {

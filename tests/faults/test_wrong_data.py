@@ -321,6 +321,23 @@ def test_the_compatibility_apis_cast_large_floats_as_the_originals(make):
     np.testing.assert_array_equal(got[1], expected[1])
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
+@pytest.mark.parametrize("rewards", [(), (2,)], ids=["scalar", "vector"])
+def test_fractions_of_rewards_are_kept_in_an_integer_space(make, monkeypatch, compiled, rewards):
+    class Env(Large):
+        def __init__(self):
+            super().__init__(1, 0.5, (), np.float32, rewards)
+            self.reward_space = spaces.Box(0, 9, rewards, np.int32)
+
+    if not compiled:
+        monkeypatch.setattr(_native, "ext", None)
+    envs = make(Env, 2, backend="serial", dispatch="portable")
+    envs.reset(seed=0)
+    timestep = envs.step([1, 1])
+    for each in (timestep.reward, timestep.info["episode_return"]):
+        np.testing.assert_array_equal(each, np.full((2, *rewards), 0.5, np.float32))
+
+
 @pytest.mark.parametrize(
     ("shape", "rewards", "leaf"),
     [((2,), (), "obs"), ((), (), "reward"), ((), (2,), "reward")],
