@@ -185,20 +185,19 @@ class StatefulEnv:
         self._update_layers()
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
-        while True:
-            try:
-                fields, own = self._walk()
-                break
-            except nodes.TakenAsAWhole as error:
-                self._walked.add(id(error.container))
+        fields, own = nodes.save_again(self._walk, self._walked)
         if self._incremental is not None:
             self._incremental.note(fields)
         return EnvState(self._kinds, fields, own)
 
-    def _walk(self) -> tuple[list[nodes.Fields], Any]:
+    def _walk(self, first: dict[int, Any]) -> tuple[list[nodes.Fields], Any]:
         """Saves the attributes of each layer, and the result of `get_state`."""
         base, functions, methods = self._layers[-1], self._functions, self._methods
-        saver = nodes.Saver(find, self._nodes.copy(), self._shared, walked=self._walked, trust=self._trust)
+        saver = nodes.Saver(
+            find, self._nodes.copy(), self._shared, walked=self._walked, first=first, trust=self._trust
+        )
+        for layer in self._layers:  # any attribute may hold `vars` of a layer
+            saver.owners[id(vars(layer))] = self._nodes[id(layer)]
         layers: list[nodes.Fields] = []
         own: Any = None
         layer: Any = base
@@ -208,7 +207,7 @@ class StatefulEnv:
                     layers.append(nodes.save_layer(saver, layer))
                 elif functions is not None:
                     held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
-                    layers.append(({}, {name: saver.value(value) for name, value in held.items()}, -1))
+                    layers.append(({}, {name: saver.value(value) for name, value in held.items()}, None))
                     own = saver.value(functions[0](self.env))
                 elif methods is None:
                     layers.append(nodes.save_layer(saver, base))
@@ -319,7 +318,8 @@ class StatefulEnv:
     def _find_layers(self) -> None:
         self._layers = _layers(self.env)
         self._pairs = tuple(itertools.pairwise(self._layers))
-        self._kinds = tuple(map(_name_of, map(type, self._layers)))
+        self._classes = tuple(map(type, self._layers))
+        self._kinds = tuple(map(_name_of, self._classes))
         self._methods = None if self._functions is not None else _own_methods(type(self._layers[-1]))
         # The incremental snapshot covers attributes only.
         attributes_only = self._functions is None and self._methods is None
@@ -329,10 +329,10 @@ class StatefulEnv:
         )
 
     def _update_layers(self) -> None:
-        for outer, inner in self._pairs:
-            if outer.env is not inner:  # user code has inserted or removed a wrapper
-                self._find_layers()
-                return
+        # User code may insert and remove wrappers, and change the class of an env.
+        wraps = all(outer.env is inner for outer, inner in self._pairs)
+        if not wraps or tuple(map(type, self._layers)) != self._classes:
+            self._find_layers()
 
     def _play(self, actions: list[Any]) -> Recording:
         """Steps the env, and resets it at the end of each episode."""
@@ -436,7 +436,12 @@ class Recording:
 
 
 def _value(result: Any) -> Any:
-    return nodes.Saver(find, {}, {}, lenient=True).value(result)
+    walked: set[int] = set()
+
+    def walk(first: dict[int, Any]) -> Any:
+        return nodes.Saver(find, {}, {}, walked=walked, first=first, lenient=True).value(result)
+
+    return nodes.save_again(walk, walked)
 
 
 def _reset(env: Env, seed: int) -> None:

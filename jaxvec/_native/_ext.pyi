@@ -175,8 +175,8 @@ def add_native_stack(signal: int, memory: int, /) -> bool: ...
 
 # --- stepper.cc, states.cc ---
 
-Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
-Nodes: TypeAlias = tuple[set[type], type, type, type, type, type]
+Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]
+Nodes: TypeAlias = tuple[set[type], type, type, type, type, type, type, type]
 
 def leaf_writer(write: Callable[[int, Any], None], rows: NDArray[Any], /) -> Callable[[int, Any], None]:
     """Returns a faster `write(slot, value)`, which calls `write` for unusual values."""
@@ -207,12 +207,12 @@ def plain_identity(
     """Recognises a container that has not changed; see `Plain` in `_snapshots/node_types.py`."""
 
 def restore_changes(
-    layers: list[Any], excluded: list[frozenset[str] | None], fields: list[Fields], nodes: Nodes, /
+    layers: list[Any], classes: tuple[type, ...], fields: list[Fields], nodes: Nodes, /
 ) -> bool:
     """Restores a snapshot; returns False, with no change, if Python has to. See `IncrementalSnapshot`."""
 
 def save_changes(
-    layers: list[Any], excluded: list[frozenset[str] | None], before: list[Fields], nodes: Nodes, /
+    layers: list[Any], classes: tuple[type, ...], before: list[Fields], nodes: Nodes, /
 ) -> list[Fields] | None:
     """Returns a snapshot that shares unchanged parts with `before`; `None` if Python has to save it."""
 

@@ -18,6 +18,8 @@ struct Nodes {
   PyObject* generator;  // Generator: a numpy.random.Generator and the node of its bit generator
   PyObject* bits;       // BitGenerator
   PyObject* space;      // Space
+  PyObject* dict;       // Dict
+  PyObject* object;     // Object: an object of a Python class, with its attributes
 };
 
 // Names of attributes, interned by AddStates.
@@ -29,9 +31,11 @@ Name dict_name{"__dict__"}, env_name{"env"}, array_name{"array"}, class_name{"cl
     state_name{"state"}, sequence_name{"sequence"}, num_spawned_name{"num_spawned"}, apply_name{"apply_to"},
     space_name{"space"}, equal_name{"equal"}, generators_name{"generators"}, random_name{"_np_random"},
     bit_generator_name{"bit_generator"}, seed_sequence_name{"seed_seq"},
-    seeds_spawned_name{"n_children_spawned"};
+    seeds_spawned_name{"n_children_spawned"}, pairs_name{"pairs"}, kept_name{"kept"},
+    fields_name{"fields"};
 
-// The mutable objects seen so far. Two attributes may be one object, and only the walk preserves that.
+// The mutable objects, and nodes of unchanged ones, that were seen so far. Two attributes may be one object,
+// and only the walk preserves that.
 class Visited {
  public:
   // Returns whether the object is new. Also false if there are too many objects.
@@ -45,7 +49,7 @@ class Visited {
   }
 
  private:
-  static constexpr int kMaxObjects = 32;
+  static constexpr int kMaxObjects = 64;
   PyObject* objects_[kMaxObjects];
   int count_ = 0;
 };
@@ -101,6 +105,90 @@ bool IsPlainArray(PyObject* value) {
          PyArray_ISWRITEABLE(array) && (PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type));
 }
 
+// Reads `Fields`: the attributes that are atoms, the nodes of the others, and the names of all.
+bool ReadFields(PyObject* fields, PyObject** atoms, PyObject** others, PyObject** names) {
+  *atoms = PyTuple_GetItem(fields, 0);
+  *others = PyTuple_GetItem(fields, 1);
+  *names = PyTuple_GetItem(fields, 2);
+  return *atoms != nullptr && *others != nullptr && *names != nullptr;
+}
+
+// Goes through the attributes in a `__dict__`, as long as they have the names of `Fields`, in their order.
+class Attributes {
+ public:
+  Attributes(PyObject* held, PyObject* names)
+      : held_(held),
+        names_(names),
+        matches_(PyDict_CheckExact(held) && PyDict_Size(held) == PyTuple_Size(names)) {}
+
+  bool Next(PyObject** name, PyObject** value) {
+    if (!matches_ || PyDict_Next(held_, &place_, name, value) == 0) return false;
+    // Names are interned; an equal one at another address leads to a walk.
+    matches_ = PyTuple_GetItem(names_, index_++) == *name;
+    return matches_;
+  }
+
+  // Returns whether all names were the expected ones, after `Next` has returned false.
+  Outcome End() const { return matches_ ? Outcome::kDone : Outcome::kFallback; }
+
+ private:
+  PyObject *held_, *names_;
+  Py_ssize_t place_ = 0, index_ = 0;
+  bool matches_;
+};
+
+Outcome IsSame(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited);
+
+Outcome IsSameDict(PyObject* node, PyObject* dict, const Nodes& nodes) {
+  const Ref pairs = Get(node, pairs_name);
+  if (!pairs) return Outcome::kError;
+  if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != PyList_Size(pairs.get())) return Outcome::kFallback;
+  PyObject *key, *item;
+  Py_ssize_t place = 0, index = 0;
+  while (PyDict_Next(dict, &place, &key, &item) != 0) {
+    PyObject* pair = PyList_GetItem(pairs.get(), index++);
+    if (PyTuple_GetItem(pair, 0) != key || PyTuple_GetItem(pair, 1) != item) return Outcome::kFallback;
+    const Outcome outcome = AreAtoms(nodes, pair);
+    if (outcome != Outcome::kDone) return outcome;
+  }
+  return Outcome::kDone;
+}
+
+Outcome IsSameObject(PyObject* node, PyObject* object, const Nodes& nodes, Visited* visited) {
+  const Ref cls = Get(node, class_name), kept = Get(node, kept_name), fields = Get(node, fields_name);
+  if (!cls || !kept || !fields) return Outcome::kError;
+  if (ClassOf(object) != cls.get() || (kept.get() != Py_None && kept.get() != object))
+    return Outcome::kFallback;
+  const Ref held = Get(object, dict_name);
+  if (!held) {  // it has slots only
+    PyErr_Clear();
+    return Outcome::kFallback;
+  }
+  PyObject *atoms, *others, *names, *name, *value, *before;
+  if (!ReadFields(fields.get(), &atoms, &others, &names)) return Outcome::kError;
+  if (!visited->Add(held.get())) return Outcome::kFallback;
+  Attributes attributes(held.get(), names);
+  while (attributes.Next(&name, &value)) {
+    if (Find(atoms, name, &before) == Outcome::kError) return Outcome::kError;
+    if (before == value) continue;
+    if (before != nullptr) return Outcome::kFallback;
+    if (Find(others, name, &before) == Outcome::kError) return Outcome::kError;
+    if (before == nullptr) continue;  // it is not saved
+    const Outcome outcome = IsSame(before, value, nodes, visited);
+    if (outcome != Outcome::kDone) return outcome;
+  }
+  return attributes.End();
+}
+
+// Checks that an object of which `node` is the state has not changed, if that can be seen without a walk.
+Outcome IsSame(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited) {
+  if (node == value && IsValue(nodes, node)) return Outcome::kDone;  // it is immutable
+  if (ClassOf(node) != nodes.dict && ClassOf(node) != nodes.object) return Outcome::kFallback;
+  if (!visited->Add(node) || !visited->Add(value)) return Outcome::kFallback;
+  return ClassOf(node) == nodes.dict ? IsSameDict(node, value, nodes)
+                                     : IsSameObject(node, value, nodes, visited);
+}
+
 Ref CopyArray(const Ref& array) { return Ref(PyArray_NewCopy(AsArray(array.get()), NPY_KEEPORDER)); }
 
 // Gets the bit generators of a generator and of its node, if the classes are equal and both objects are new.
@@ -128,6 +216,7 @@ Outcome SaveGenerator(PyObject* node, PyObject* value, const Nodes& nodes, Visit
   // The node has no sequence if the generator's is None or of another library's class.
   if (sequence_before.get() == Py_None || Py_TYPE(sequence.get()) != Py_TYPE(sequence_before.get()))
     return Outcome::kFallback;
+  if (!visited->Add(sequence.get())) return Outcome::kFallback;
   const Ref spawned = Get(sequence.get(), seeds_spawned_name), state = Get(bits.get(), state_name);
   const Ref saved = MakeNode(nodes.bits);
   *fresh = MakeNode(nodes.generator);
@@ -156,10 +245,9 @@ Outcome SaveSpace(PyObject* node, PyObject* value, Ref* fresh) {
 
 // Saves a value that is not an atom, and for which the last snapshot has `node`.
 Outcome SaveValue(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited, Ref* fresh) {
-  if (node == value) {  // the value is immutable
-    *fresh = Share(node);
-    return Outcome::kDone;
-  }
+  *fresh = Share(node);
+  const Outcome same = IsSame(node, value, nodes, visited);
+  if (same != Outcome::kFallback || ClassOf(node) == nodes.dict || ClassOf(node) == nodes.object) return same;
   if (ClassOf(node) == nodes.array) {
     if (!IsPlainArray(value) || !visited->Add(value)) return Outcome::kFallback;
     *fresh = MakeNode(nodes.array);
@@ -179,34 +267,25 @@ bool Change(Ref* dict, PyObject* before, PyObject* name, PyObject* value) {
   return *dict && PyDict_SetItem(dict->get(), name, value) == 0;
 }
 
-// Checks that the layer at `index` still wraps the next one; user code may insert and remove wrappers.
-Outcome WrapsNext(PyObject* layers, Py_ssize_t index) {
+// Checks that the layer at `index` still has its class and wraps the next one, as user code may change both.
+Outcome WrapsNext(PyObject* layers, PyObject* classes, Py_ssize_t index) {
+  if (ClassOf(PyList_GetItem(layers, index)) != PyTuple_GetItem(classes, index)) return Outcome::kFallback;
   if (index + 1 == PyList_Size(layers)) return Outcome::kDone;
   const Ref inner = Get(PyList_GetItem(layers, index), env_name);
   return ToOutcome(inner ? inner.get() == PyList_GetItem(layers, index + 1) : -1);
 }
 
-// Reads a layer's `Fields`: its attributes that are atoms, the nodes of the others, and the number of all.
-bool ReadFields(PyObject* fields, PyObject** atoms, PyObject** others, Py_ssize_t* count) {
-  return PyArg_ParseTuple(fields, "O!O!n:fields", &PyDict_Type, atoms, &PyDict_Type, others, count) != 0;
-}
-
-Outcome SaveLayer(PyObject* layer, PyObject* before, PyObject* excluded, const Nodes& nodes, Visited* visited,
-                  Ref* saved) {
-  PyObject *atoms_before, *others_before, *name, *value;
-  Py_ssize_t count, place = 0, num_known = 0;
-  if (!ReadFields(before, &atoms_before, &others_before, &count)) return Outcome::kError;
-  *saved = Share(before);
-  if (excluded == Py_None) return Outcome::kDone;
+Outcome SaveLayer(PyObject* layer, PyObject* before, const Nodes& nodes, Visited* visited, Ref* saved) {
+  PyObject *atoms_before, *others_before, *names, *name, *value;
+  if (!ReadFields(before, &atoms_before, &others_before, &names)) return Outcome::kError;
   const Ref held = Get(layer, dict_name);
   if (!held) return Outcome::kError;
-  if (!PyDict_CheckExact(held.get()) || PyDict_Size(held.get()) != count) return Outcome::kFallback;
   Ref atoms = Share(atoms_before), others = Share(others_before);
-  while (PyDict_Next(held.get(), &place, &name, &value) != 0) {
+  Attributes attributes(held.get(), names);
+  while (attributes.Next(&name, &value)) {
     const Ref kept[] = {Share(name), Share(value)};  // code of classes may run below and change the dict
-    PyObject *atom, *node = nullptr;
+    PyObject *atom, *node;
     if (Find(atoms_before, name, &atom) == Outcome::kError) return Outcome::kError;
-    ++num_known;
     if (atom == value) continue;
     const Outcome is_atom = IsAtom(nodes, value);
     if (is_atom == Outcome::kError) return is_atom;
@@ -216,38 +295,37 @@ Outcome SaveLayer(PyObject* layer, PyObject* before, PyObject* excluded, const N
       continue;
     }
     if (Find(others_before, name, &node) == Outcome::kError) return Outcome::kError;
-    if (node == nullptr) {
-      --num_known;
-      const Outcome skipped =
-          is_atom == Outcome::kDone ? Outcome::kFallback : ToOutcome(PySet_Contains(excluded, name));
-      if (skipped != Outcome::kDone) return skipped;
-      continue;
-    }
-    Ref fresh = Share(value);  // an atom may be among the others, if it was not an atom before
+    if (node == nullptr) continue;  // it is not saved
+    Ref fresh = Share(value);       // an atom may be among the others, if it was not an atom before
     const Outcome outcome =
         is_atom == Outcome::kDone ? is_atom : SaveValue(node, value, nodes, visited, &fresh);
     if (outcome != Outcome::kDone) return outcome;
     if (fresh.get() != node && !Change(&others, others_before, name, fresh.get())) return Outcome::kError;
   }
-  if (num_known != PyDict_Size(atoms_before) + PyDict_Size(others_before)) return Outcome::kFallback;
-  if (atoms.get() != atoms_before || others.get() != others_before) {
-    *saved = Ref(Py_BuildValue("OOn", atoms.get(), others.get(), count));
-    if (!*saved) return Outcome::kError;
-  }
-  return Outcome::kDone;
+  if (attributes.End() != Outcome::kDone) return Outcome::kFallback;
+  const bool changed = atoms.get() != atoms_before || others.get() != others_before;
+  *saved = changed ? Ref(Py_BuildValue("OOO", atoms.get(), others.get(), names)) : Share(before);
+  return *saved ? Outcome::kDone : Outcome::kError;
 }
 
-bool ParseLayers(PyObject* args, PyObject** layers, PyObject** excluded, PyObject** fields, Nodes* nodes) {
-  if (!PyArg_ParseTuple(args, "O!O!O!(O!OOOOO)", &PyList_Type, layers, &PyList_Type, excluded, &PyList_Type,
+bool ParseLayers(PyObject* args, PyObject** layers, PyObject** classes, PyObject** fields, Nodes* nodes) {
+  if (!PyArg_ParseTuple(args, "O!O!O!(O!OOOOOOO)", &PyList_Type, layers, &PyTuple_Type, classes, &PyList_Type,
                         fields, &PySet_Type, &nodes->atoms, &nodes->node, &nodes->array, &nodes->generator,
-                        &nodes->bits, &nodes->space)) {
+                        &nodes->bits, &nodes->space, &nodes->dict, &nodes->object)) {
     return false;
   }
   const Py_ssize_t count = PyList_Size(*layers);
-  if (PyList_Size(*excluded) == count && PyList_Size(*fields) == count) return true;
-  PyErr_Format(PyExc_ValueError, "expected %zd sets of excluded names and %zd fields, one for each layer",
-               count, count);
+  if (PyTuple_Size(*classes) == count && PyList_Size(*fields) == count) return true;
+  PyErr_Format(PyExc_ValueError, "expected %zd classes and %zd fields, one for each layer", count, count);
   return false;
+}
+
+// The layers themselves may also be values of attributes, which a walk finds.
+bool AddLayers(PyObject* layers, Visited* visited) {
+  for (Py_ssize_t i = 0; i < PyList_Size(layers); ++i) {
+    if (!visited->Add(PyList_GetItem(layers, i))) return false;
+  }
+  return true;
 }
 
 // Checks that `RestoreValue` can restore the value of a node in place of `old`.
@@ -258,6 +336,7 @@ Outcome CanRestore(PyObject* node, PyObject* old, const Nodes& nodes, Visited* v
     return found == Outcome::kDone ? HasNoRandom(node) : found;
   }
   if (IsValue(nodes, node)) return Outcome::kDone;
+  if (ClassOf(node) == nodes.dict || ClassOf(node) == nodes.object) return IsSame(node, old, nodes, visited);
   if (!visited->Add(node)) return Outcome::kFallback;
   if (ClassOf(node) == nodes.array) {
     const Ref array = Get(node, array_name);
@@ -276,6 +355,7 @@ bool RestoreValue(PyObject* node, PyObject* held, PyObject* name, const Nodes& n
     return copy && PyDict_SetItem(held, name, copy.get()) == 0;
   }
   if (IsValue(nodes, node)) return PyDict_SetItem(held, name, node) == 0;
+  if (ClassOf(node) == nodes.dict || ClassOf(node) == nodes.object) return true;  // it has not changed
   const Ref old = Share(PyDict_GetItemWithError(held, name));
   if (ClassOf(node) == nodes.space) return Set(old, random_name, Py_None);
   const Ref bits = Get(old.get(), bit_generator_name), node_of_bits = Get(node, bits_name);
@@ -287,31 +367,29 @@ bool RestoreValue(PyObject* node, PyObject* held, PyObject* name, const Nodes& n
 // Checks that a layer has the attributes of these fields, and that `RestoreLayer` can restore all. Stores
 // whether the atoms are already identical.
 Outcome CanRestoreLayer(PyObject* held, PyObject* fields, const Nodes& nodes, Visited* visited, bool* same) {
-  PyObject *atoms, *others, *name, *value, *old;
-  Py_ssize_t count, place = 0;
-  if (!ReadFields(fields, &atoms, &others, &count)) return Outcome::kError;
-  if (!PyDict_CheckExact(held) || PyDict_Size(held) != count) return Outcome::kFallback;
+  PyObject *atoms, *others, *names, *name, *value, *old;
+  if (!ReadFields(fields, &atoms, &others, &names)) return Outcome::kError;
   *same = true;
-  while (PyDict_Next(atoms, &place, &name, &value) != 0) {
-    const Outcome found = Find(held, name, &old);
-    if (found != Outcome::kDone) return found;
-    *same &= old == value;
-  }
-  place = 0;
-  while (PyDict_Next(others, &place, &name, &value) != 0) {
-    Outcome outcome = Find(held, name, &old);
-    if (outcome != Outcome::kDone) return outcome;
+  Attributes attributes(held, names);
+  while (attributes.Next(&name, &old)) {
+    if (Find(atoms, name, &value) == Outcome::kError) return Outcome::kError;
+    if (value != nullptr) {
+      *same &= old == value;
+      continue;
+    }
+    if (Find(others, name, &value) == Outcome::kError) return Outcome::kError;
+    if (value == nullptr) continue;  // it is not saved
     const Ref kept = Share(old);
-    outcome = CanRestore(value, old, nodes, visited);
+    const Outcome outcome = CanRestore(value, old, nodes, visited);
     if (outcome != Outcome::kDone) return outcome;
   }
-  return Outcome::kDone;
+  return attributes.End();
 }
 
 bool RestoreLayer(PyObject* held, PyObject* fields, const Nodes& nodes, bool same) {
-  PyObject *atoms, *others, *name, *value;
-  Py_ssize_t count, place = 0;
-  if (!ReadFields(fields, &atoms, &others, &count)) return false;
+  PyObject *atoms, *others, *names, *name, *value;
+  Py_ssize_t place = 0;
+  if (!ReadFields(fields, &atoms, &others, &names)) return false;
   if (!same && PyDict_Update(held, atoms) < 0) return false;
   while (PyDict_Next(others, &place, &name, &value) != 0) {
     if (!RestoreValue(value, held, name, nodes)) return false;
@@ -320,19 +398,20 @@ bool RestoreLayer(PyObject* held, PyObject* fields, const Nodes& nodes, bool sam
 }
 
 PyObject* SaveChanges(PyObject*, PyObject* args) {
-  PyObject *layers, *excluded, *before;
+  PyObject *layers, *classes, *before;
   Nodes nodes;
-  if (!ParseLayers(args, &layers, &excluded, &before, &nodes)) return nullptr;
+  if (!ParseLayers(args, &layers, &classes, &before, &nodes)) return nullptr;
   const Py_ssize_t count = PyList_Size(layers);
   Ref all(PyList_New(count));
   if (!all) return nullptr;
   Visited visited;
+  if (!AddLayers(layers, &visited)) return Py_NewRef(Py_None);
   for (Py_ssize_t i = 0; i < count; ++i) {
     Ref saved;
-    Outcome outcome = WrapsNext(layers, i);
+    Outcome outcome = WrapsNext(layers, classes, i);
     if (outcome == Outcome::kDone) {
-      outcome = SaveLayer(PyList_GetItem(layers, i), PyList_GetItem(before, i), PyList_GetItem(excluded, i),
-                          nodes, &visited, &saved);
+      outcome =
+          SaveLayer(PyList_GetItem(layers, i), PyList_GetItem(before, i), nodes, &visited, &saved);
     }
     if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_None);
     PyList_SetItem(all.get(), i, saved.release());
@@ -342,9 +421,9 @@ PyObject* SaveChanges(PyObject*, PyObject* args) {
 
 // Checks all layers before it changes any, so a fallback has changed nothing.
 PyObject* RestoreChanges(PyObject*, PyObject* args) {
-  PyObject *layers, *excluded, *fields;
+  PyObject *layers, *classes, *fields;
   Nodes nodes;
-  if (!ParseLayers(args, &layers, &excluded, &fields, &nodes)) return nullptr;
+  if (!ParseLayers(args, &layers, &classes, &fields, &nodes)) return nullptr;
   struct Target {
     Ref held;
     PyObject* fields;
@@ -352,17 +431,17 @@ PyObject* RestoreChanges(PyObject*, PyObject* args) {
   };
   std::vector<Target> targets;
   Visited visited;
+  if (!AddLayers(layers, &visited)) return Py_NewRef(Py_False);
   const Py_ssize_t count = PyList_Size(layers);
   for (Py_ssize_t i = 0; i < count; ++i) {
     Target target{Get(PyList_GetItem(layers, i), dict_name), PyList_GetItem(fields, i), true};
     if (!target.held) return nullptr;
-    Outcome outcome = WrapsNext(layers, i);
-    const bool is_saved = PyList_GetItem(excluded, i) != Py_None;
-    if (outcome == Outcome::kDone && is_saved) {
+    Outcome outcome = WrapsNext(layers, classes, i);
+    if (outcome == Outcome::kDone) {
       outcome = CanRestoreLayer(target.held.get(), target.fields, nodes, &visited, &target.same);
     }
     if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_False);
-    if (is_saved) targets.push_back(std::move(target));
+    targets.push_back(std::move(target));
   }
   for (const Target& target : targets) {
     if (!RestoreLayer(target.held.get(), target.fields, nodes, target.same)) return nullptr;
@@ -508,7 +587,8 @@ PyMethodDef functions[] = {
 bool AddStates(PyObject* module) {
   for (Name* name : {&dict_name, &env_name, &array_name, &class_name, &bits_name, &state_name, &sequence_name,
                      &num_spawned_name, &apply_name, &space_name, &equal_name, &generators_name, &random_name,
-                     &bit_generator_name, &seed_sequence_name, &seeds_spawned_name}) {
+                     &bit_generator_name, &seed_sequence_name, &seeds_spawned_name, &pairs_name, &kept_name,
+                     &fields_name}) {
     name->object = PyUnicode_InternFromString(name->text);
     if (name->object == nullptr) return false;
   }

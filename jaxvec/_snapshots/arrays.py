@@ -9,6 +9,7 @@ owner, which is a node itself. The owner may also be a `bytearray`, an `array.ar
 from __future__ import annotations
 
 import array
+import copy
 import ctypes
 from typing import Any
 
@@ -89,6 +90,28 @@ class _Objects(Node):
             flat[number] = restorer.value(item, olds[number])
         new.flags.writeable = self.writeable
         return new
+
+
+class _DType(Node):
+    """A dtype with fields, whose names can be changed."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        is_same = isinstance(old, np.dtype) and old == self.dtype and restorer.reuse(old)
+        return old if is_same else _copy_dtype(self.dtype)
+
+
+def save_dtype(saver: Saver, value: Any) -> Any:
+    return value if value.names is None else saver.remember(value, _DType(_copy_dtype(value)))
+
+
+def _copy_dtype(dtype: Any) -> Any:
+    """Returns a copy of a dtype with fields, whose names can be changed, and any other dtype itself."""
+    return copy.copy(dtype) if dtype.names else dtype
 
 
 class _Buffer(Node):
@@ -241,11 +264,11 @@ def _save_part(saver: Saver, value: Any) -> Any:
     if owner.flags.owndata:
         return _save_view(saver, value, owner)
     memory = _memory_of(value)
-    if isinstance(memory, bytes):
-        return value  # nothing can change it
+    if type(memory).__name__ == "BufferProxy":
+        raise CannotCopy("it is an array in the memory of a pygame surface", "Keep the surface instead")
     if value.dtype.hasobject:
         raise CannotCopy("it is an array of Python objects in memory of another library")
-    if isinstance(memory, _BUFFERS) and (not isinstance(memory, CData) or _owns_memory(memory)):
+    if isinstance(memory, (bytes, *_BUFFERS)) and (not isinstance(memory, CData) or _owns_memory(memory)):
         return _save_view(saver, value, memory)
     return _Foreign(_copy(value))
 
@@ -258,7 +281,7 @@ def _save_view(saver: Saver, value: Any, owner: Any) -> Any:
         if not _is_dense(owner):
             raise CannotCopy("it is in an array whose memory has gaps")
     node.owner = saver.value(owner)
-    node.kind, node.dtype = type(value), value.dtype
+    node.kind, node.dtype = type(value), _copy_dtype(value.dtype)
     node.shape, node.strides = value.shape, value.strides
     node.offset = value.__array_interface__["data"][0] - _address(owner)
     node.writeable = value.flags.writeable
@@ -320,9 +343,13 @@ def _nbytes(value: Any) -> int:
 
 def _copy(value: Any) -> Any:
     """Returns a copy that is as writeable: an env may lock its own array, and unlock it for a change."""
-    copy = value.copy("K")
-    if value.dtype.names and _is_dense(value):  # `copy` leaves out the bytes between fields, which views show
-        _flat(copy).view(np.uint8)[...] = _flat(value).view(np.uint8)
+    if not value.dtype.names:
+        made = value.copy("K")
+    else:
+        made = np.empty_like(value, _copy_dtype(value.dtype))
+        made[...] = value
+        if _is_dense(value):  # the bytes between fields, too, which views show
+            _flat(made).view(np.uint8)[...] = _flat(value).view(np.uint8)
     if not value.flags.writeable:
-        copy.flags.writeable = False
-    return copy
+        made.flags.writeable = False
+    return made

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._snapshots.nodes import ATOMS, CannotCopy, Node, Restorer, Saver
+from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver, is_global
 
 
 @dataclass(slots=True, eq=False)
@@ -25,14 +25,18 @@ class _Method(Node):
         owner = restorer.value(self.owner, getattr(old, "__self__", None))
         if isinstance(self.function, str):
             return getattr(owner, self.function)
-        return types.MethodType(self.function, owner)
+        return types.MethodType(restorer.value(self.function, getattr(old, "__func__", None)), owner)
 
 
 def save_method(saver: Saver, value: Any) -> Any:
     owner = value.__self__
     if owner is None or isinstance(owner, (type, types.ModuleType)):
         return value
-    function = getattr(value, "__func__", value.__name__)
+    function = getattr(value, "__func__", None)
+    if function is None:
+        function = value.__name__
+    elif not any(function is each for base in type(owner).__mro__ for each in vars(base).values()):
+        function = saver.value(function)  # else it is an attribute of a class
     return saver.remember(value, _Method(function, saver.value(owner)))
 
 
@@ -51,21 +55,27 @@ class _Cell(Node):
 
 
 class _Function(Node):
-    """A function with variables, attributes or defaults: these are part of the state, and its code is not."""
+    """A function: its variables, attributes and defaults are part of the state, and its code is not.
+
+    A function without variables that its module has by its name is restored in place, wherever it is held.
+    """
 
     _SAVED = ("cells", "defaults", "keywords", "fields")
-    __slots__ = (*_SAVED, "function", "name")
+    __slots__ = (*_SAVED, "function", "is_global", "name")
 
     cells: list[Any]
     defaults: Any
     keywords: Any
     fields: Any
 
-    def __init__(self, name: str, function: Any) -> None:
+    def __init__(self, name: str, function: Any, is_global: bool) -> None:
         self.name = name
         self.function = function
+        self.is_global = is_global
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
+        if self.is_global:
+            old = self.function
         is_same = type(old) is types.FunctionType and old.__code__ == self.function.__code__
         olds = old.__closure__ or () if is_same else ()
         if is_same and all(map(restorer.is_free_for, self.cells, olds)) and restorer.reuse(old):
@@ -84,9 +94,7 @@ class _Function(Node):
             node.fill(restorer, cell)
         target.__defaults__ = restorer.value(self.defaults, target.__defaults__)
         target.__kwdefaults__ = restorer.value(self.keywords, target.__kwdefaults__)
-        held = restorer.value(self.fields, target.__dict__) or {}
-        if held is not target.__dict__ and (held or target.__dict__):
-            target.__dict__ = held
+        target.__dict__ = restorer.value(self.fields, target.__dict__)
         return target
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -95,7 +103,7 @@ class _Function(Node):
 
     def __reduce__(self) -> Any:
         held = {name: getattr(self, name) for name in self._SAVED}
-        return _Function, (self.name, self.function), (None, held)
+        return _Function, (self.name, self.function, self.is_global), (None, held)
 
 
 def _with_cells(function: Any, cells: list[Any]) -> Any:
@@ -107,16 +115,13 @@ def _with_cells(function: Any, cells: list[Any]) -> Any:
 
 
 def save_function(saver: Saver, value: Any) -> Any:
-    if (
-        value.__closure__ is None
-        and not value.__dict__
-        and ATOMS.issuperset(map(type, (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())))
-    ):
-        return value
+    if id(value.__globals__) in saver.memo:
+        raise CannotCopy("its global variables are a dict that the env holds")
+    saver.scopes.add(id(value.__globals__))
+    is_named = value.__closure__ is None and is_global(value)
     # Not the function itself, as a state must not keep alive what the env refers to by a weak reference.
-    node = _Function(
-        _full_name(value), _with_cells(value, [types.CellType() for _ in value.__closure__ or ()])
-    )
+    function = value if is_named else _with_cells(value, [types.CellType() for _ in value.__closure__ or ()])
+    node = _Function(_full_name(value), function, is_named)
     saver.remember(value, node)
     try:
         node.cells = [_save_cell(saver, cell) for cell in value.__closure__ or ()]
@@ -136,6 +141,12 @@ def _save_cell(saver: Saver, cell: Any) -> Any:
         saver.remember(cell, node)
         node.content = saver.value(_contents(cell))
     return node
+
+
+def save_ufunc(saver: Saver, value: Any) -> Any:
+    if set("".join(value.types)) <= set("O->"):
+        raise CannotCopy("it may be made of a Python function, by np.frompyfunc")
+    return value
 
 
 def _full_name(function: Any) -> str:

@@ -1,16 +1,18 @@
-"""The nodes of Python's, NumPy's, Gymnasium's and pygame's types, and the functions that save them."""
+"""The nodes of Python's, NumPy's and Gymnasium's types, and the functions that save them."""
 
 from __future__ import annotations
 
 import copy
 import copyreg
 import gc
-import importlib
+import logging
 import marshal
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -19,15 +21,19 @@ import numpy as np
 from jaxvec import _native
 from jaxvec._snapshots.nodes import (
     ATOMS,
-    KEPT,
     NOTHING,
     CannotCopy,
     Fields,
+    FoundOwner,
     Node,
     Restorer,
     Saver,
     TakenAsAWhole,
     compare_fields,
+    dict_of,
+    has_attributes,
+    holds_more,
+    is_global,
     slots_of,
 )
 
@@ -111,7 +117,7 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
             return None
         if node is not None and not node.is_equal(value):
             node = None
-    if not parts.isdisjoint(saver.memo):
+    if not parts.isdisjoint(saver.memo) or not parts.isdisjoint(saver.owners):
         return None
     for others, container in saver.inside:
         if not parts.isdisjoint(others):
@@ -174,13 +180,6 @@ def _copy_plain(value: Any) -> Any:
 # --- Python's containers ---------------------------------------------------------------------------------
 
 
-def _check_not_inside(saver: Saver, value: Any) -> None:
-    """Starts the snapshot anew if a value is a part of a container that was taken as a whole."""
-    for parts, container in saver.inside:
-        if id(value) in parts:
-            raise TakenAsAWhole(container)
-
-
 @dataclass(slots=True, eq=False)
 class _List(Node):
     """A list, or a deque of at most `maxlen` items."""
@@ -197,7 +196,7 @@ class _List(Node):
 
 
 def save_list(saver: Saver, value: list[Any]) -> Any:
-    _check_not_inside(saver, value)
+    saver.check_not_inside(value)
     if len(value) > LARGE and (plain := save_plain(saver, value)) is not None:
         return saver.remember(value, plain)
     node = _List()
@@ -235,10 +234,15 @@ def save_tuple(saver: Saver, value: tuple[Any, ...]) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class _Dict(Node):
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+class Dict(Node):
+    """A dict. states.cc reads such nodes."""
+
+    pairs: list[tuple[Any, Any]]
+    has_nodes: bool
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
+        if not self.has_nodes:
+            return dict(self.pairs)
         target: dict[Any, Any] = {}
         restorer.begin(self, target)
         olds: dict[Any, Any] = old if type(old) is dict else {}
@@ -250,11 +254,37 @@ class _Dict(Node):
         return target
 
 
+@dataclass(slots=True, eq=False)
+class _Attributes(Node):
+    """The `__dict__` of a saved object or of a module, found elsewhere."""
+
+    owner: Any
+
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        return restorer.value(self.owner, None).__dict__
+
+
 def save_dict(saver: Saver, value: dict[Any, Any]) -> Any:
-    _check_not_inside(saver, value)
+    number = id(value)
+    if saver.inside:
+        saver.check_not_inside(value)
+    if number in saver.first:
+        saver.value(saver.first[number])
+        if (node := saver.memo.get(number)) is not None:
+            return node
+    owner = saver.owners.get(number)
+    if owner is None and "__name__" in value:
+        module = sys.modules.get(value["__name__"]) if type(value["__name__"]) is str else None
+        owner = module if module is not None and vars(module) is value else None
+    if owner is not None:
+        return saver.remember(value, _Attributes(owner))
+    if number in saver.scopes:
+        raise CannotCopy("a function that the env holds has it as its global variables")
     if len(value) > LARGE and (plain := save_plain(saver, value)) is not None:
         return saver.remember(value, plain)
-    node = _Dict()
+    if ATOMS.issuperset(map(type, value)) and ATOMS.issuperset(map(type, value.values())):
+        return saver.remember(value, Dict([*value.items()], False))
+    node = Dict([], True)
     saver.remember(value, node)
     node.pairs = saver.pairs(value)
     return node
@@ -273,7 +303,7 @@ class _Set(Node):
 
 
 def save_set(saver: Saver, value: Any) -> Any:
-    _check_not_inside(saver, value)
+    saver.check_not_inside(value)
     if all(map(_is_leaf, value)):
         return saver.remember(value, Plain(value.copy()))
     return saver.remember(value, _Set(type(value), saver.items(value)))
@@ -281,15 +311,22 @@ def save_set(saver: Saver, value: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Subclass(Node):
-    """A list, dict, set or deque of a Python class: its content and its attributes."""
+    """A list, dict, set or deque of a Python class: its content and its attributes.
+
+    A dict may be its own `__dict__`; the attributes are then its content.
+    """
 
     cls: Any
     maxlen: int | None = None
+    is_own_dict: bool = False
     content: list[Any] = field(default_factory=list)
     fields: Fields | None = None
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        target = old if type(old) is self.cls and restorer.reuse(old) else self.cls.__new__(self.cls)
+        fits = type(old) is self.cls and _is_own_dict(old) == self.is_own_dict and restorer.reuse(old)
+        target = old if fits else self.cls.__new__(self.cls)
+        if self.is_own_dict and not fits:
+            object.__setattr__(target, "__dict__", target)
         restorer.begin(self, target)
         # The base class's methods: those of the class may have side effects.
         if isinstance(target, dict):
@@ -309,6 +346,10 @@ class _Subclass(Node):
         return target
 
 
+def _is_own_dict(value: Any) -> bool:
+    return isinstance(value, dict) and dict_of(value) is value
+
+
 _BASES: tuple[Any, ...] = (dict, list, set, deque)
 
 
@@ -321,15 +362,16 @@ def is_subclass_of_container(kind: type) -> bool:
 
 
 def save_subclass(saver: Saver, value: Any) -> Any:
-    node = _Subclass(type(value), value.maxlen if isinstance(value, deque) else None)
+    is_own_dict = _is_own_dict(value)
+    node = _Subclass(type(value), value.maxlen if isinstance(value, deque) else None, is_own_dict)
     saver.remember(value, node)
     if isinstance(value, dict):
         node.content = [(saver.value(key), saver.value(one)) for key, one in dict.items(value)]
     else:
         base = next(base for base in _BASES if isinstance(value, base))
         node.content = saver.items(base.__iter__(value))
-    if hasattr(value, "__dict__") or slots_of(type(value)):
-        node.fields = saver.fields(value)
+    if has_attributes(type(value)) and not is_own_dict:
+        node.fields = saver.fields(value, node)
     return node
 
 
@@ -340,21 +382,44 @@ def save_subclass(saver: Saver, value: Any) -> Any:
 class Generator(Node):
     """A `numpy.random.Generator`, with the node of its bit generator. states.cc makes such nodes, too."""
 
-    cls: type
+    cls: Any
     bits: Any
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        if type(old) is not self.cls:
-            return self.cls(restorer.value(self.bits, None))
-        before = old.bit_generator
+        before = old.bit_generator if type(old) is self.cls else None
         bits = restorer.value(self.bits, before)
-        return old if bits is before and restorer.reuse(old) else self.cls(bits)
+        if bits is before and restorer.reuse(old):
+            return old
+        target = self.cls.__new__(self.cls)
+        np.random.Generator.__init__(target, bits)  # not that of a subclass, which takes its own arguments
+        return target
+
+
+class _SubGenerator(Generator):
+    """A generator of a subclass, with its attributes."""
+
+    __slots__ = ("fields",)
+
+    fields: Fields
+
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        target = Generator.restore(self, restorer, old)
+        restorer.begin(self, target)
+        restorer.fields(target, self.fields)
+        return target
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.bits, other.bits
+        yield from compare_fields(self.fields, other.fields)
 
 
 def save_generator(saver: Saver, value: Any) -> Any:
-    bits = value.bit_generator
-    node = Generator(type(value), saver.memo.get(id(bits)) or save_bits(saver, bits))
-    saver.memo[id(value)] = node
+    bits = saver.value(value.bit_generator)
+    if not has_attributes(type(value)):
+        node = saver.memo[id(value)] = Generator(type(value), bits)
+        return node
+    node = saver.memo[id(value)] = _SubGenerator(type(value), bits)
+    node.fields = saver.fields(value, node)
     return node
 
 
@@ -365,14 +430,18 @@ class BitGenerator(Node):
     states.cc makes such nodes, too, and calls `apply_to`.
     """
 
-    cls: type
+    cls: Any
     state: Any
     sequence: Any
     num_spawned: int
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         if type(old) is not self.cls or not restorer.reuse(old):
-            old = self.cls()
+            old = self.cls.__new__(self.cls)
+            base: Any = next(
+                base for base in self.cls.__mro__ if not slots_of(base) and base.__dictoffset__ == 0
+            )
+            base.__init__(old)  # not that of a subclass, which takes its own arguments
         self.apply_to(old)
         return old
 
@@ -391,6 +460,24 @@ class BitGenerator(Node):
         yield "", self.cls, other.cls
         yield "", self.state, other.state
         yield "", (_seed(self.sequence), self.num_spawned), (_seed(other.sequence), other.num_spawned)
+
+
+class _SubBits(BitGenerator):
+    """A bit generator of a subclass, with its attributes."""
+
+    __slots__ = ("fields",)
+
+    fields: Fields
+
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        target = BitGenerator.restore(self, restorer, old)
+        restorer.begin(self, target)
+        restorer.fields(target, self.fields)
+        return target
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield from BitGenerator.parts(self, other)
+        yield from compare_fields(self.fields, other.fields)
 
 
 # Copies of seed sequences, each for one bit generator, as spawning changes them. An entry contains both, so
@@ -421,48 +508,81 @@ def _seed(sequence: Any) -> Any:
 
 def save_bits(saver: Saver, value: Any) -> Any:
     sequence = value.seed_seq
-    if isinstance(saver.memo.get(id(sequence)), _Seeds):
-        raise CannotCopy("its SeedSequence is an attribute, too", "Keep one of SeedSequence.spawn(1) there")
-    saver.sequences.add(id(sequence))
-    if type(sequence) is np.random.SeedSequence:
-        node = BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
+    kind = type(sequence)
+    if kind is np.random.SeedSequence:
+        if id(sequence) in saver.sequences:
+            raise CannotCopy("its SeedSequence is that of another generator, too", _SPAWN)
+        if isinstance(saver.memo.get(id(sequence)), _Seeds):
+            raise CannotCopy("its SeedSequence is an attribute, too", _SPAWN)
+        saver.sequences.add(id(sequence))
+        sequence, num_spawned = sequence, sequence.n_children_spawned
+    elif sequence is None or kind is np.random.bit_generator.SeedlessSeedSequence:
+        sequence, num_spawned = None, 0
     else:
-        node = BitGenerator(type(value), value.state, None, 0)
-    saver.memo[id(value)] = node
+        raise CannotCopy(f"its seeds are a {name_of(kind)}, which may hold more than NumPy's SeedSequence")
+    arguments = type(value), value.state, sequence, num_spawned
+    if not has_attributes(type(value)):
+        node = saver.memo[id(value)] = BitGenerator(*arguments)
+        return node
+    node = saver.memo[id(value)] = _SubBits(*arguments)
+    node.fields = saver.fields(value, node)
     return node
+
+
+_SPAWN = "Give each its own, such as one of SeedSequence.spawn(2)"
 
 
 @dataclass(slots=True, eq=False)
 class _Random(Node):
-    """A `random.Random` or `numpy.random.RandomState`, with the attributes of a subclass."""
+    """A `random.Random`, with the attributes of a subclass."""
 
     cls: Any
     state: Any
-    fields: Fields | None = None
+    fields: Fields = NOTHING
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         target: Any = old if type(old) is self.cls and restorer.reuse(old) else self.cls.__new__(self.cls)
         restorer.begin(self, target)
-        if isinstance(target, np.random.RandomState):
-            if target is not old:
-                target.__init__()
-            target.set_state(self.state)
-        else:
-            random.Random.setstate(target, self.state)
+        random.Random.setstate(target, self.state)
+        restorer.fields(target, self.fields, _GAUSS)
+        return target
+
+
+def save_random(saver: Saver, value: Any) -> Any:
+    node = _Random(type(value), random.Random.getstate(value))
+    saver.remember(value, node)
+    node.fields = saver.fields(value, node, _GAUSS)  # which is in the state
+    return node
+
+
+@dataclass(slots=True, eq=False)
+class _OldRandom(Node):
+    """A `numpy.random.RandomState`: its bit generator, its own state, and the attributes of a subclass."""
+
+    cls: Any
+    bits: Any
+    state: Any
+    fields: Fields | None = None
+
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        before = old._bit_generator if type(old) is self.cls else None
+        bits = restorer.value(self.bits, before)
+        target: Any = old
+        if bits is not before or not restorer.reuse(old):
+            target = self.cls.__new__(self.cls)
+            np.random.RandomState.__init__(target, bits)
+        restorer.begin(self, target)
+        target.set_state(self.state)
         if self.fields is not None:
             restorer.fields(target, self.fields)
         return target
 
 
-def save_random(saver: Saver, value: Any) -> Any:
-    if isinstance(value, np.random.RandomState):
-        state = value.get_state(legacy=False)
-    else:
-        state = random.Random.getstate(value)
-    node = _Random(type(value), state)
+def save_old_random(saver: Saver, value: Any) -> Any:
+    node = _OldRandom(type(value), saver.value(value._bit_generator), value.get_state(legacy=False))
     saver.remember(value, node)
-    if hasattr(value, "__dict__"):
-        node.fields = saver.fields(value, _GAUSS)  # which is in the state
+    if has_attributes(type(value)):
+        node.fields = saver.fields(value, node)
     return node
 
 
@@ -494,9 +614,7 @@ class _Seeds(Node):
 def save_seeds(saver: Saver, value: Any) -> Any:
     """Takes a sequence of seeds, which no generator of the env may have: a generator makes its own anew."""
     if id(value) in saver.sequences:
-        raise CannotCopy(
-            "it is a SeedSequence that a generator uses, too", "Keep one of SeedSequence.spawn(1)"
-        )
+        raise CannotCopy("it is a SeedSequence that a generator uses, too", _SPAWN)
     node = _Seeds(value)
     saver.remember(value, node)
     return node
@@ -506,27 +624,58 @@ def save_seeds(saver: Saver, value: Any) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class _Object(Node):
-    cls: type
+class Object(Node):
+    """An object of a Python class: all that it holds is in its attributes. states.cc reads such nodes.
+
+    Attributes:
+        kept: The object itself if there is only one, such as a member of an enum.
+    """
+
+    cls: Any
+    kept: Any = None
     fields: Fields = NOTHING
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        fits = type(old) is self.cls and restorer.reuse(old)
-        target = old if fits else object.__new__(self.cls)
+        target = self.kept
+        if target is None:
+            fits = type(old) is self.cls and restorer.reuse(old)
+            target = old if fits else self.cls.__new__(self.cls)
         restorer.begin(self, target)
-        restorer.fields(target, self.fields)
+        restorer.fields(target, self.fields, _own_names(self.cls) if self.kept is not None else frozenset())
         return target
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.cls, other.cls
+        yield "", self.kept, other.kept
         yield from compare_fields(self.fields, other.fields)
 
 
 def save_object(saver: Saver, value: Any) -> Any:
-    node = _Object(type(value))
+    node = Object(type(value))
     saver.remember(value, node)
-    node.fields = saver.fields(value)
+    node.fields = saver.fields(value, node)
     return node
+
+
+def save_single(saver: Saver, value: Any) -> Any:
+    """Takes an object that is the only one of its name, with the attributes that its class does not set."""
+    node = Object(type(value), value)
+    saver.remember(value, node)
+    node.fields = saver.fields(value, node, _own_names(type(value)))
+    return node
+
+
+@cache
+def _own_names(kind: Any) -> frozenset[str]:
+    """Returns names of attributes that belong to a class or to global settings, and not to a state."""
+    if issubclass(kind, logging.Logger):
+        return frozenset(vars(logging.Logger("")))
+    return frozenset({"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_", "_hashable_values_"})
+
+
+def save_logger(saver: Saver, value: Any) -> Any:
+    is_global = logging.Logger.manager.loggerDict.get(value.name) is value or value is logging.root
+    return save_single(saver, value) if is_global else save_object(saver, value)
 
 
 _COPYING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__", "__copy__")
@@ -538,12 +687,11 @@ def is_ordinary(kind: type, value: Any) -> bool:
     The attributes are exact even if the class defines how it is copied, as `EzPickle` does. A class with its
     own `__reduce__` is not ordinary: wrappers of C libraries have it, for memory that is in no attribute.
     """
-    if kind.__new__ is not object.__new__ or not (hasattr(value, "__dict__") or slots_of(kind)):
+    if kind.__new__ is not object.__new__ or not has_attributes(type(value)):
         return False
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return False
-    # Larger than its attributes and the pointers to its dict and to its weak references: C holds something.
-    return kind.__basicsize__ <= object.__basicsize__ + 8 * (len(slots_of(kind)) + 2)
+    return not holds_more(kind)
 
 
 class _Reduced(Node):
@@ -586,8 +734,16 @@ def save_reduced(saver: Saver, value: Any) -> Any:
     except Exception as error:
         raise CannotCopy(f"{name_of(type(value))} can't be copied ({error})") from error
     if isinstance(reduced, str):
-        return value  # the name of a global
-    return _save_parts(saver, value, reduced)
+        if is_global(value):
+            return value
+        raise CannotCopy(f"{name_of(type(value))} can't be copied (no module has it as {reduced})")
+    held = dict_of(value)
+    if id(held) in saver.memo:
+        raise FoundOwner(value)
+    node = _save_parts(saver, value, reduced)
+    if type(held) is dict:
+        saver.memo[id(held)] = _Attributes(node)
+    return node
 
 
 def _save_parts(saver: Saver, value: Any, reduced: tuple[Any, ...]) -> Any:
@@ -634,8 +790,8 @@ def save_trusted(saver: Saver, value: Any) -> Any:
     """Takes something that is on no list by its own copy protocol, if the user trusts that."""
     kind = type(value)
     if not isinstance(value, saver.trust):
-        if kind.__reduce__ is not object.__reduce__ and isinstance(_reduce(value), str):
-            return value  # a global, such as a logger
+        if kind.__reduce__ is not object.__reduce__ and isinstance(_reduce(value), str) and is_global(value):
+            return value
         raise CannotCopy(
             f"it is a {name_of(kind)}, which jaxvec can't copy exactly",
             f"If copy.deepcopy copies it exactly, pass States(trust=[{kind.__qualname__}]). Otherwise give"
@@ -723,39 +879,3 @@ def _spaces_in(space: Any) -> list[Any]:
 _SIMPLE_SPACES = {
     getattr(gymnasium.spaces, name) for name in ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
 }
-
-
-# --- pygame's surfaces -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Picture(Node):
-    """A pygame surface, such as a sprite. It is shared, as envs replace surfaces and do not draw on them."""
-
-    surface: Any
-    is_drawn = True
-
-    def restore(self, restorer: Restorer, old: Any) -> Any:
-        return self.surface
-
-    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield "", self.surface.get_size(), other.surface.get_size()
-
-    def __reduce__(self) -> Any:
-        pygame: Any = importlib.import_module("pygame")
-        pixels = pygame.image.tobytes(self.surface, "RGBA")
-        return _picture, (pixels, self.surface.get_size(), self.surface.get_flags())
-
-
-def _picture(pixels: bytes, size: tuple[int, int], flags: int) -> Picture:
-    pygame: Any = importlib.import_module("pygame")
-    surface = pygame.Surface(size, flags, 32)
-    surface.blit(pygame.image.frombytes(pixels, size, "RGBA"), (0, 0))
-    return Picture(surface)
-
-
-def save_picture(saver: Saver, value: Any) -> Any:
-    pygame: Any = importlib.import_module("pygame")
-    if pygame.display.get_init() and value is pygame.display.get_surface():
-        return KEPT
-    return saver.remember(value, Picture(value))

@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from gymnasium import Wrapper
 from gymnasium.wrappers import PassiveEnvChecker
 
+_T = TypeVar("_T")
+
 # --- The attributes of an object in a snapshot -----------------------------------------------------------
 
 # Attributes that are atoms; nodes of the others, including attributes that were not atoms at an earlier
-# snapshot; and the number of all attributes, including excluded ones. With -1, `Restorer` deletes none.
-Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
-NOTHING: Fields = {}, {}, -1
+# snapshot; and the names of all attributes in their order, including excluded ones. With `None` in place of
+# the names, `Restorer` deletes none.
+Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], tuple[str, ...] | None]
+NOTHING: Fields = {}, {}, None
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
     """Returns the attributes of an object: its own `__dict__` if it has no slots, else a new dict."""
     slots = slots_of(type(owner))
     if not slots:
-        return owner.__dict__
-    held = dict(getattr(owner, "__dict__", {}))
-    for name in slots:
-        if hasattr(owner, name):
-            held[name] = getattr(owner, name)
+        return dict_of(owner)
+    held = dict(dict_of(owner) or {})
+    for name, slot in slots.items():
+        with suppress(AttributeError):  # not `getattr`, as a class may hide a slot of its base class
+            held[name] = slot.__get__(owner)
     return held
 
 
+def dict_of(owner: Any) -> Any:
+    """Returns the `__dict__` of an object, or `None`, whatever its class answers for other attributes."""
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+
+
 @cache
-def slots_of(kind: type) -> tuple[str, ...]:
-    names: list[str] = []
+def slots_of(kind: type) -> dict[str, Any]:
+    """Returns the descriptors of a class's slots by name; that of a hidden slot starts with its class."""
+    found: dict[str, Any] = {}
     for base in kind.__mro__:
-        own = vars(base).get("__slots__", ())
-        for name in (own,) if isinstance(own, str) else own:
-            if name not in ("__dict__", "__weakref__"):
-                mangled = name.startswith("__") and not name.endswith("__")
-                names.append(f"_{base.__name__.lstrip('_')}{name}" if mangled else name)
-    return tuple(names)
+        if "__slots__" in vars(base):
+            for name, slot in vars(base).items():
+                if type(slot) is types.MemberDescriptorType:
+                    found[f"{base.__qualname__}.{name}" if name in found else name] = slot
+    return found
+
+
+@cache
+def has_attributes(kind: type) -> bool:
+    """Returns whether objects of a class have a `__dict__` or slots."""
+    return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 
 
 _ABSENT = object()
@@ -81,11 +100,30 @@ class TakenAsAWhole(Exception):
         self.container = container
 
 
+class FoundOwner(Exception):
+    """A dict that was saved as one of its own is the `__dict__` of `owner`, which has to be saved first."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.owner = owner
+
+
+def save_again(walk: Callable[[dict[int, Any]], _T], walked: set[int]) -> _T:
+    """Calls `walk` with objects to save first, until no part of the snapshot has to be saved differently."""
+    first: dict[int, Any] = {}
+    while True:
+        try:
+            return walk(first)
+        except TakenAsAWhole as error:
+            walked.add(id(error.container))
+        except FoundOwner as error:
+            first[id(dict_of(error.owner))] = error.owner
+
+
 class Node:
     """A mutable object's place in a snapshot. Nodes never change, so snapshots may share them."""
 
     __slots__ = ()
-    is_drawn = False  # whether it is a picture, which an env may redraw in each frame
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         """Returns the saved object: the present object `old` with its contents restored, or a new one."""
@@ -173,21 +211,31 @@ class Restorer:
         ]
 
     def fields(self, owner: Any, fields: Fields, without: frozenset[str] = frozenset()) -> None:
-        """Restores an object's attributes, and deletes those that it did not have."""
-        atoms, nodes, count = fields
+        """Restores an object's attributes in their order, and deletes those that it did not have."""
+        atoms, nodes, names = fields
         held = attributes_of(owner)
         fresh = nodes
         if nodes:
             value, get = self.value, held.get
             fresh = {name: value(node, get(name)) for name, node in nodes.items()}
+        if slots := slots_of(type(owner)):
+            saved = atoms | fresh
+            for name, slot in slots.items():
+                if name in saved:
+                    slot.__set__(owner, saved.pop(name))
+                elif name in held and names is not None:
+                    slot.__delete__(owner)
+            held, atoms = dict_of(owner), saved
+            if held is None:
+                return
+            names = None if names is None else tuple(name for name in names if name not in slots)
+            fresh = {}
         held.update(atoms)
         held.update(fresh)
-        if slots_of(type(owner)):
-            for name in *atoms, *fresh:
-                object.__setattr__(owner, name, held[name])
-        if len(held) != count >= 0:
-            for name in held.keys() - atoms.keys() - nodes.keys() - without:
-                object.__delattr__(owner, name)
+        if names is not None and tuple(held) != names:
+            kept = {name: held[name] for name in (*names, *(without & held.keys())) if name in held}
+            held.clear()
+            held.update(kept)
 
 
 # Nodes of objects that rarely change, by `id`. It must not keep a container alive: the program may have
@@ -200,8 +248,7 @@ Shared: TypeAlias = dict[int, Any]
 # Classes of immutable values, and of values that `copy.deepcopy` shares, too, such as classes and modules.
 ATOMS: set[type] = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, type),
-    *(types.ModuleType, types.CodeType, property, types.WrapperDescriptorType),
-    types.MethodDescriptorType,
+    *(types.ModuleType, types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType),
     *(kind for kind in vars(np).values() if isinstance(kind, type) and issubclass(kind, np.generic)),
 } - {np.void, np.record, np.object_}  # records are views
 
@@ -210,10 +257,20 @@ def save_atom(saver: Saver, value: Any) -> Any:
     return value
 
 
-# --- The walk that saves. `snapshot.py` has the rules for each type --------------------------------------
+def is_global(value: Any) -> bool:
+    """Returns whether an object is found by its name in its module."""
+    # Also in the globals of a function that was pickled by value, whose module may be another one here.
+    scope = getattr(getattr(value, "__wrapped__", value), "__globals__", None)
+    if scope is None:
+        scope = vars(sys.modules.get(value.__module__, types))
+    first, *rest = value.__qualname__.split(".")
+    found = scope.get(first)
+    for name in rest:
+        found = getattr(found, name, None)
+    return found is value
 
-# Usual names of attributes with surfaces that are redrawn in each frame.
-_CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_surface"})
+
+# --- The walk that saves. `snapshot.py` has the rules for each type --------------------------------------
 
 # By class, the attributes that were not atoms at the latest snapshot of an object. This is a guess that each
 # snapshot checks, so that the types of all other attributes are tested by one call.
@@ -235,6 +292,9 @@ class Saver:
         inside: Containers that were saved as a whole, each with the ids of the containers in it.
         open: Ids of the tuples that are being saved.
         sequences: Ids of the seed sequences of generators.
+        owners: Nodes of the objects whose `__dict__` has this id.
+        first: Objects to save before their `__dict__`, by its id.
+        scopes: Ids of the globals of functions.
         lenient: Whether objects that can't be copied become `KEPT` instead of an error.
     """
 
@@ -245,6 +305,7 @@ class Saver:
         shared: Shared,
         *,
         walked: frozenset[int] | set[int] = frozenset(),
+        first: dict[int, Any] | None = None,
         trust: tuple[type, ...] = (),
         lenient: bool = False,
     ) -> None:
@@ -255,6 +316,9 @@ class Saver:
         self.inside: list[tuple[frozenset[int], Any]] = []
         self.open: set[int] = set()
         self.sequences: set[int] = set()
+        self.owners: dict[int, Any] = {}
+        self.first = first or {}
+        self.scopes: set[int] = set()
         self.memo = memo
         self.shared = shared
         self.lenient = lenient
@@ -283,24 +347,48 @@ class Saver:
         self._alive.append(value)
         return self.memo.setdefault(id(value), node)
 
-    def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
-        held = attributes_of(owner)
-        atoms, nodes = held.copy(), {}
-        name, absent = "", self
-        try:
-            for name in _others.get(type(owner), ()):
-                value = atoms.pop(name, absent)
-                if value is not absent and name not in without:
-                    node = self.value(value)
-                    drawn = name in _CANVASES and isinstance(node, Node) and node.is_drawn
-                    nodes[name] = KEPT if drawn else node
-        except CannotCopy as error:
-            error.path.insert(0, name)
-            raise
-        if ATOMS.issuperset(map(type, atoms.values())):
-            return atoms, nodes, len(held)
-        _others[type(owner)] = tuple(name for name, value in held.items() if type(value) not in ATOMS)
-        return self.fields(owner, without)
+    def claim(self, held: Any, owner: Any, node: Any) -> None:
+        """Records that the `__dict__` of an object belongs to its node, wherever else it is found."""
+        if type(held) is not dict:
+            raise CannotCopy(f"its __dict__ is a {type(held).__qualname__}")
+        if id(held) in self.owners:
+            raise CannotCopy("its __dict__ is that of another object, too")
+        if id(held) in self.memo:
+            raise FoundOwner(owner)
+        if self.inside:
+            self.check_not_inside(held)
+        self.owners[id(held)] = node
+
+    def check_not_inside(self, value: Any) -> None:
+        """Starts the snapshot anew if a value is a part of a container that was taken as a whole."""
+        for parts, container in self.inside:
+            if id(value) in parts:
+                raise TakenAsAWhole(container)
+
+    def fields(self, owner: Any, node: Any, without: frozenset[str] = frozenset()) -> Fields:
+        """Returns the attributes of an object with this node."""
+        own = dict_of(owner)
+        if own is not None and self.owners.get(id(own)) is not node:
+            self.claim(own, owner, node)
+        held: Any = attributes_of(owner) if slots_of(type(owner)) else own
+        while True:
+            atoms, nodes = held.copy(), {}
+            name, absent = "", self
+            for name in without:
+                atoms.pop(name, None)
+            try:
+                for name in _others.get(type(owner), ()):
+                    value = atoms.pop(name, absent)
+                    if value is not absent:
+                        nodes[name] = self.value(value)
+            except CannotCopy as error:
+                error.path.insert(0, name)
+                raise
+            if ATOMS.issuperset(map(type, atoms.values())):
+                return atoms, nodes, tuple(held)
+            _others[type(owner)] = tuple(
+                name for name, value in held.items() if type(value) not in ATOMS and name not in without
+            )
 
     def items(self, values: Any) -> list[Any]:
         saved: list[Any] = []
@@ -328,9 +416,12 @@ class Saver:
 
 # --- Layers: an env and its wrappers. They are never replaced; only their attributes are saved and restored
 
-# Gymnasium's records of constructor arguments, which are equal for all envs that one function makes.
-_EXCLUDED = frozenset({"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"})
-_EXCLUDED_OF_WRAPPERS = _EXCLUDED | {"env"}
+# The attributes that stay with a layer: which env a wrapper wraps, and which checks of it are done.
+_NONE, _ENV = frozenset[str](), frozenset({"env"})
+_CHECKS = _ENV | {
+    *("checked_reset", "checked_step", "checked_render", "close_called"),
+    *("checked_data_reuse", "_previous_data"),
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -349,20 +440,32 @@ def layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: 
     return known[:count]
 
 
-def excluded_fields(layer: Any) -> frozenset[str] | None:
-    """Returns the attributes of an env or a wrapper that are not saved; `None` for all attributes."""
-    kind = type(layer)
-    if kind is PassiveEnvChecker:
-        return None  # it warns once and has no other state
-    return _EXCLUDED_OF_WRAPPERS if issubclass(kind, Wrapper) else _EXCLUDED
+def excluded_fields(layer: Any) -> frozenset[str]:
+    """Returns the names of the attributes of an env or a wrapper that are not saved."""
+    if type(layer) is PassiveEnvChecker:
+        return _CHECKS
+    return _ENV if isinstance(layer, Wrapper) else _NONE
 
 
 def save_layer(saver: Saver, layer: Any) -> Fields:
-    without = excluded_fields(layer)
-    return NOTHING if without is None else saver.fields(layer, without)
+    if holds_more(type(layer)):
+        raise CannotCopy("the class extends one with memory in C, which can't be copied")
+    return saver.fields(layer, saver.memo[id(layer)], excluded_fields(layer))
+
+
+@cache
+def holds_more(kind: type) -> bool:
+    """Returns whether objects of a class may hold more than can be read from their slots and `__dict__`."""
+    if any(type(vars(base).get("__dict__")) not in _DICTS for base in kind.__mro__):
+        return True
+    pointers = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + 8 * (
+        len(slots_of(kind)) + pointers
+    )
+
+
+_DICTS = (type(None), types.GetSetDescriptorType)  # what classes have as `__dict__`, but for properties
 
 
 def restore_layer(restorer: Restorer, layer: Any, fields: Fields) -> None:
-    excluded = excluded_fields(layer)
-    if excluded is not None:
-        restorer.fields(layer, fields, excluded)
+    restorer.fields(layer, fields, excluded_fields(layer))

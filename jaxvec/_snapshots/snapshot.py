@@ -1,8 +1,8 @@
 """The rules for saving each type, incremental snapshots, and the comparison of snapshots.
 
 A `Saver` (nodes.py) walks an env's attributes and turns each mutable value into a `Node` (node_types.py,
-arrays.py, functions.py, ale.py, mujoco.py); a `Restorer` turns nodes back into values. `find` selects how a
-type is saved.
+arrays.py, functions.py, pictures.py, ale.py, mujoco.py); a `Restorer` turns nodes back into values. `find`
+selects how a type is saved.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ from jaxvec._snapshots.nodes import (
     Node,
     SaveFunction,
     Saver,
-    excluded_fields,
+    dict_of,
+    has_attributes,
     save_atom,
     slots_of,
 )
+from jaxvec._snapshots.pictures import save_font, save_picture
 
 # --- How each type is saved ------------------------------------------------------------------------------
 
@@ -62,21 +64,26 @@ def _refuse(what: str) -> SaveFunction:
     return refuse
 
 
+def _save_array_spec(saver: Saver, value: Any) -> Any:
+    if dict_of(value) is not None:
+        raise CannotCopy("it is of a class that extends one of dm_env.specs, which may hold more")
+    return value
+
+
 # Rules for classes of other libraries and their subclasses, by module and name: that avoids importing them.
 _NAMED: dict[str, SaveFunction] = {
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": _save_kept,
     "mujoco.renderer.Renderer": _save_kept,
-    "pygame.font.Font": _save_kept,
-    "pygame.freetype.Font": _save_kept,
+    "pygame.font.Font": save_font,
+    "pygame.freetype.Font": save_font,
     "pygame.time.Clock": _save_kept,
     "_thread.lock": functions.save_lock,
     "_thread.RLock": functions.save_lock,
-    "logging.Logger": save_atom,
-    "dm_env.specs.Array": save_atom,
+    "logging.Logger": node_types.save_logger,
+    "dm_env.specs.Array": _save_array_spec,
     "jaxlib._jax.ArrayImpl": save_atom,
     "jaxlib.xla_extension.ArrayImpl": save_atom,
-    "gymnasium.envs.registration.EnvSpec": save_atom,
-    "pygame.surface.Surface": node_types.save_picture,
+    "pygame.surface.Surface": save_picture,
     "mujoco._structs.MjModel": save_model,
     "mujoco._structs.MjData": save_data,
     "dm_control.mujoco.engine.Physics": save_physics,
@@ -101,7 +108,7 @@ _NAMED: dict[str, SaveFunction] = {
 _EXACT: tuple[type, ...] = (
     *(slice, BytesIO, StringIO, Decimal, Fraction, UUID, date, datetime, time, timedelta, timezone),
     *(OrderedDict, defaultdict, Counter, partial, itertools.count, itertools.cycle, itertools.repeat),
-    *(operator.itemgetter, operator.attrgetter, operator.methodcaller, SimpleNamespace),
+    *(operator.itemgetter, operator.attrgetter, operator.methodcaller),
     *(pathlib.PosixPath, pathlib.PurePosixPath, *map(type, (iter([]), iter(()), iter(range(0)), iter("")))),
 )
 _EXACT_NAMES = (  # in other libraries
@@ -127,6 +134,7 @@ SAVE_FUNCTIONS.update(
         weakref.CallableProxyType: functions.save_weak_proxy,
         types.MappingProxyType: functions.save_mapping_proxy,
         np.random.SeedSequence: node_types.save_seeds,
+        SimpleNamespace: node_types.save_object,
         np.void: arrays.save_record,
         np.record: arrays.save_record,
         bytearray: arrays.save_buffer,
@@ -144,15 +152,23 @@ def find(kind: type, value: Any) -> SaveFunction:
         named = _NAMED.get(f"builtins.{node_types.name_of(base)}") or _NAMED.get(node_types.name_of(base))
         if named is not None:
             return named
-    if kind is object or issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc, re.Pattern)):
+    if issubclass(kind, enum.Enum):
+        return node_types.save_single
+    if kind is object or issubclass(kind, (type, re.Pattern)):
         return save_atom
+    if issubclass(kind, np.dtype):
+        return arrays.save_dtype
+    if issubclass(kind, np.ufunc):
+        return functions.save_ufunc
     if issubclass(kind, gymnasium.Space):
         return node_types.save_space
     if issubclass(kind, np.random.Generator):
         return node_types.save_generator
     if issubclass(kind, np.random.BitGenerator):
         return node_types.save_bits
-    if issubclass(kind, (random.Random, np.random.RandomState)):
+    if issubclass(kind, np.random.RandomState):
+        return node_types.save_old_random
+    if issubclass(kind, random.Random):
         return node_types.save_random
     if issubclass(kind, np.ndarray):
         return arrays.save_array
@@ -164,7 +180,7 @@ def find(kind: type, value: Any) -> SaveFunction:
         return node_types.save_subclass
     if issubclass(kind, BaseException):
         return node_types.save_exception
-    is_immutable = issubclass(kind, _IMMUTABLE) and not slots_of(kind) and not hasattr(value, "__dict__")
+    is_immutable = issubclass(kind, _IMMUTABLE) and not has_attributes(kind)
     if is_immutable or node_types.name_of(kind) in _EXACT_NAMES:
         return node_types.save_reduced
     return node_types.save_trusted
@@ -178,7 +194,10 @@ _IMMUTABLE = (tuple, frozenset, int, float, complex, str, bytes)  # for example 
 # all unchanged dicts and nodes with the last snapshot, without a walk. At any other change it does nothing,
 # and Python walks through all attributes. C++ uses the nodes' attributes by name, see states.cc.
 
-_NODES = ATOMS, Node, arrays.Array, node_types.Generator, node_types.BitGenerator, node_types.Space
+_NODES = (
+    *(ATOMS, Node, arrays.Array, node_types.Generator, node_types.BitGenerator, node_types.Space),
+    *(node_types.Dict, node_types.Object),
+)
 
 
 class IncrementalSnapshot:
@@ -186,7 +205,7 @@ class IncrementalSnapshot:
 
     def __init__(self, layers: list[Any]) -> None:
         self._layers = layers
-        self._excluded = [excluded_fields(layer) for layer in layers]
+        self._classes = tuple(map(type, layers))
         self._before: list[Fields] | None = None
         slotted = any(slots_of(type(layer)) for layer in layers)
         self._compiled = None if slotted else _native.ext
@@ -196,7 +215,7 @@ class IncrementalSnapshot:
         compiled, before = self._compiled, self._before
         if compiled is None or before is None:
             return None
-        self._before = compiled.save_changes(self._layers, self._excluded, before, _NODES)
+        self._before = compiled.save_changes(self._layers, self._classes, before, _NODES)
         return self._before
 
     def note(self, fields: list[Fields]) -> None:
@@ -206,7 +225,7 @@ class IncrementalSnapshot:
     def restore(self, fields: list[Fields]) -> bool:
         """Restores each layer's attributes; returns False, with no change, if a walk is needed."""
         compiled = self._compiled
-        return compiled is not None and compiled.restore_changes(self._layers, self._excluded, fields, _NODES)
+        return compiled is not None and compiled.restore_changes(self._layers, self._classes, fields, _NODES)
 
 
 # --- Bit-for-bit comparison of two snapshots, or of two results of an env --------------------------------

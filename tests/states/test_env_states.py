@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces, wrappers
 from gymnasium.utils import EzPickle
-from support.env_states import assert_equal, assert_goes_on
+from support.env_states import assert_equal, assert_goes_on, copied
 
 import jaxvec
 from jaxvec import _native
@@ -555,6 +555,63 @@ def test_a_state_is_for_envs_of_its_kind():
     for other in (gymnasium.make("Acrobot-v1"), gymnasium.make("CartPole-v1").unwrapped):
         with pytest.raises(jaxvec.EnvStateError, match="cannot restore a state of .*CartPoleEnv into "):
             StatefulEnv(other).restore(state)
+
+
+class Later(Hidden):
+    pass
+
+
+def test_a_state_is_refused_after_a_change_of_class():
+    env = Hidden()
+    stateful = StatefulEnv(env)
+    states = [stateful.save(), stateful.save()]
+    env.__class__ = Later
+    states.append(stateful.save())
+    stateful.restore(states[-1])
+    with pytest.raises(jaxvec.EnvStateError, match="cannot restore a state of .*Hidden into .*Later"):
+        stateful.restore(states[0])
+
+
+class Listed(list, gymnasium.Env):
+    pass
+
+
+def test_an_env_that_extends_a_list_is_refused():
+    with pytest.raises(jaxvec.EnvStateError, match="cannot save Listed: .*memory in C"):
+        StatefulEnv(Listed()).save()
+
+
+def test_wrappers_and_their_records_are_restored():
+    env = gymnasium.make("CartPole-v1")
+    env.reset(seed=0)
+    stateful, names = StatefulEnv(env), ("TimeLimit", "OrderEnforcing", "PassiveEnvChecker")
+    layers = [env, env.env, env.env.env]
+    assert [type(layer).__name__ for layer in layers] == [*names]
+    states = [stateful.save() for _ in range(2)]  # the second one is taken in C++
+    for state in states:
+        for layer in layers:
+            layer._saved_kwargs["more"], layer.more = 3, 3
+        env.unwrapped.spec.kwargs["more"], env.unwrapped.spec.reward_threshold = 3, 3.0
+        assert env.spec.reward_threshold == 3.0
+        stateful.restore(state)
+        for layer in layers:
+            assert "more" not in layer._saved_kwargs | vars(layer)
+            assert layer._cached_spec is None
+        spec = env.unwrapped.spec
+        assert (spec.kwargs, spec.reward_threshold) == ({}, 475.0)
+
+
+@pytest.mark.parametrize("held", [gymnasium.Env.step, copy.deepcopy], ids=["method", "function"])
+def test_a_function_of_a_module_stays_itself(held):
+    env = Hidden()
+    env.held, stateful = held, StatefulEnv(env)
+    state = stateful.save()
+    held.late = 5
+    for each in (state, copied(state)):
+        env.held = None
+        stateful.restore(each)
+        assert env.held is held
+        assert not hasattr(held, "late")
 
 
 def test_a_wrapper_may_come_in_between():

@@ -23,9 +23,8 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from support.env_states import copied
+from support.env_states import WAYS, assert_exact_or_refused, play
 
-import jaxvec
 from jaxvec._envs.env_states import StatefulEnv
 from jaxvec.testing import CountingEnv
 
@@ -34,7 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CASES: dict[str, type] = {}
 # What may be refused, since no copy of it can be exact.
 REFUSED = {"MaskedArray", "GeneratorInClosure", "SelfTuple", "SharedSeeds", "ErrorWithCause"}
-STAY_IN_THEIR_PROCESS = {"OverCtypes"}
 
 
 class Case(gymnasium.Env):
@@ -517,36 +515,10 @@ class Padding(Case):
         return self.bytes.astype(int).sum()
 
 
-def play(env, actions):
-    return [float(env.step(action)[0][0]) for action in actions]
-
-
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("how", ["saved", "restored", "elsewhere", "pickled"])
+@pytest.mark.parametrize("how", WAYS)
 def test_graphs_are_exact_or_refused(name, how):
-    case = CASES[name]
-    actions = [2, 0, 4, 1, 3, 3, 0, 2, 1, 4]
-    expected = play(case(), actions)
-    mine, other = StatefulEnv(case()), StatefulEnv(case())
-    play(other.env, [1, 1])
-    seen = []
-    try:
-        for action in actions:
-            state = mine.save()
-            if how == "pickled":
-                state = copied(state)
-            if how != "saved":
-                play(mine.env, [4, 2])
-                if how == "elsewhere":
-                    mine, other = other, mine
-                mine.restore(state)
-            seen += play(mine.env, [action])
-    except jaxvec.EnvStateError:
-        if name in REFUSED or (name in STAY_IN_THEIR_PROCESS and how == "pickled"):
-            return
-        raise
-    assert name not in REFUSED
-    assert seen == expected
+    assert_exact_or_refused(CASES[name], how, refused=name in REFUSED)
 
 
 TOTAL = 0

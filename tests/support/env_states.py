@@ -7,7 +7,9 @@ import pickle
 
 import jax
 import numpy as np
+import pytest
 
+import jaxvec
 from jaxvec._envs.env_states import SlotState, StatefulEnv, pack, unpack
 
 
@@ -76,3 +78,45 @@ def assert_equal(seen, expected, step=-1):
             assert one.tobytes() == other.tobytes(), (step, path)
         else:
             assert one == other or (one != one and other != other), (step, path)
+
+
+WAYS = ("saved", "restored", "anew", "elsewhere", "pickled")
+
+
+def play(env, actions):
+    return [float(env.step(action)[0][0]) for action in actions]
+
+
+def assert_exact_or_refused(env_fn, how, *, refused=False):
+    """Compares an env that is only stepped with one that is saved, and restored, before each step.
+
+    Before a state is restored, the env goes elsewhere for two steps. With `anew`, it also loses its own
+    attributes, so that all objects are made anew.
+    """
+    actions = [2, 0, 4, 1, 3, 3, 0, 2, 1, 4]
+    expected = play(env_fn(), actions)
+    mine, other = StatefulEnv(env_fn()), StatefulEnv(env_fn())
+    play(other.env, [1, 1])
+    seen = []
+
+    def run():
+        nonlocal mine, other
+        for action in actions:
+            state = mine.save()
+            if how == "pickled":
+                state = copied(state)
+            if how != "saved":
+                play(mine.env, [4, 2])
+                if how == "elsewhere":
+                    mine, other = other, mine
+                if how == "anew":
+                    vars(mine.env).clear()
+                mine.restore(state)
+            seen.extend(play(mine.env, [action]))
+
+    if refused:
+        with pytest.raises(jaxvec.EnvStateError):
+            run()
+    else:
+        run()
+        assert seen == expected

@@ -31,7 +31,7 @@ from zlib import crc32
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from support.graphs import KINDS, Data, DataSlots, Guarded, Number, Slotted, Thing
+from support.graphs import KINDS, AttrDict, Data, DataSlots, Guarded, Number, Slotted, Thing, pygame
 
 # ----------------------------------------------------------------------------------------------------------
 # What can be seen of an object, which parts it has, and how it is changed
@@ -42,14 +42,22 @@ _MISSING = object()
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    held = dict(getattr(value, "__dict__", {}))
+    held = {} if isinstance(value, AttrDict) else dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
-            if base.__module__ != "numpy" and (found := getattr(value, mangled, _MISSING)) is not _MISSING:
-                held[mangled] = found
+        for name, slot in vars(base).items():
+            if type(slot) is types.MemberDescriptorType and "__slots__" in vars(base):
+                found = slot.__get__(value) if _is_set(slot, value) else _MISSING
+                if base.__module__ != "numpy" and found is not _MISSING:
+                    held[f"{base.__name__}.{name}"] = found
     return held
+
+
+def _is_set(slot: Any, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
 
 
 ATOMS = {int, bool, float, complex, str, bytes, type(None)}
@@ -99,6 +107,10 @@ def parts(value: Any) -> list[Any]:
         found = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, np.random.Generator):
         found = [value.bit_generator]
+    elif isinstance(value, np.random.RandomState):
+        found = [value._bit_generator]  # type: ignore[attr-defined]
+    elif pygame is not None and isinstance(value, pygame.Surface):
+        found = [value.get_parent()]
     elif type(value).__name__ in _ITERATORS:
         found = [each for each in value.__reduce__()[1] if not callable(each)]
     elif isinstance(value, BaseException):
@@ -160,13 +172,17 @@ def shown(value: Any) -> str:
         return f"{text} {value.get_state()}"
     if isinstance(value, random.Random):
         return f"{text} {value.getstate()}"
+    if pygame is not None and isinstance(value, pygame.Surface):
+        pixels = pygame.image.tobytes(value, "RGBA")
+        return f"{text} {value.get_size()} {value.get_offset()} {value.get_bitsize()} {pixels!r}"
     if isinstance(value, np.random.SeedSequence):
         return f"{text} {value.state}"
     if isinstance(value, io.BytesIO | io.StringIO):
         return f"{text} {value.getvalue()!r} {value.tell()}"
     if isinstance(value, types.FunctionType):
         empty = [is_empty(cell) for cell in value.__closure__ or ()]
-        return f"{value.__qualname__} {value.__module__} {value.__globals__['__name__']} {empty}"
+        names = [*vars(value), *(value.__kwdefaults__ or {})]
+        return f"{value.__qualname__} {value.__module__} {value.__globals__['__name__']} {empty} {names}"
     if isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
         return f"{text} {value.__name__}"
     if isinstance(value, itertools.count | enum.Enum | uuid.UUID | datetime.date | pathlib.PurePath):
@@ -255,6 +271,10 @@ def changed(value: Any, n: int, other: Any) -> Any:
     elif isinstance(value, Data | DataSlots | types.SimpleNamespace):
         value.n += n
         value.child = other if n % 2 else value.child
+    elif isinstance(value, AttrDict):
+        value.n = [AttrDict(n=n), value] if n % 3 else n
+        value["child"] = other
+        return len(value)
     elif isinstance(value, dict):
         if isinstance(value, collections.OrderedDict) and n % 3 == 1 and value:
             value.move_to_end(next(iter(value)))
@@ -262,6 +282,8 @@ def changed(value: Any, n: int, other: Any) -> Any:
             return value.pop(next(iter(value)))
         elif isinstance(value, collections.defaultdict) and n % 4 == 1:
             return value[n % 8]
+        elif "n" in value:  # it may be the `__dict__` of an object
+            value["n"] = n
         else:
             value[n % 6] = n if isinstance(value, collections.Counter) else other
     elif isinstance(value, list):
@@ -303,6 +325,8 @@ def changed(value: Any, n: int, other: Any) -> Any:
         return value.write("xy") if n % 2 else value.read(1)
     elif isinstance(value, ctypes.Array):
         value[n % 4] = n
+    elif pygame is not None and isinstance(value, pygame.Surface):
+        value.fill((n, n, 2 * n), (n % 3, n % 2, 1, 1))
     elif isinstance(value, spaces.Space):
         return repr(value.sample())
     elif isinstance(value, Number | BaseException):

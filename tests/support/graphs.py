@@ -26,6 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 
+try:
+    import pygame
+except ImportError:
+    pygame = None  # type: ignore[assignment]
+
 # ----------------------------------------------------------------------------------------------------------
 # The user's classes and functions
 # ----------------------------------------------------------------------------------------------------------
@@ -164,6 +169,42 @@ class SubRandom(random.Random):
         return super().random()
 
 
+class AttrDict(dict[Any, Any]):
+    """A dict that is its own `__dict__`."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Redeclared(Slotted):
+    """Has a slot that hides one of its base class."""
+
+    __slots__ = ("child",)
+
+    def bump(self, n: int) -> Any:
+        Slotted.child.__set__(self, n)  # type: ignore[attr-defined]
+        return super().bump(n)
+
+
+class SubGenerator(np.random.Generator):
+    def __init__(self, bits: Any, child: Any) -> None:
+        super().__init__(bits)
+        self.child, self.draws = child, 0
+
+    def normal(self) -> float:
+        self.draws += 1
+        return super().normal()
+
+
+class SubBits(np.random.Philox):
+    draws = 0
+
+    def random_raw(self) -> Any:
+        self.draws += 1
+        return super().random_raw()
+
+
 def plain(n: int) -> int:
     return 3 * n
 
@@ -198,6 +239,21 @@ def with_attributes(child: Any, n: int) -> Any:
 
     call.num_calls, call.child = n, child  # type: ignore[attr-defined]
     return call
+
+
+def late_attributes(child: Any, n: int) -> Any:
+    """Returns a function without variables, which gets attributes and changes its keyword defaults."""
+
+    def call(n: int, *, more: int = 1) -> int:
+        return n + more
+
+    def change(n: int) -> Any:
+        call.__kwdefaults__["more"] += n
+        if n % 3 == 0:
+            call.late = child  # type: ignore[attr-defined]
+        return call(n)
+
+    return [call, change] if n % 2 else [change, call]
 
 
 def recursive(child: Any, n: int) -> Any:
@@ -326,6 +382,33 @@ def _generators(child: Any, n: int) -> Any:
         if n % 3
         else [one, np.random.Generator(bits)]
     )
+
+
+def _shared_bits(child: Any, n: int) -> Any:
+    bits = (np.random.MT19937, np.random.PCG64, SubBits)[n % 3](n)
+    found = [np.random.RandomState(bits), np.random.Generator(bits), SubGenerator(bits, child), bits]
+    return found[n % 4 :] + found[: n % 4]
+
+
+def _held_attributes(child: Any, n: int) -> Any:
+    """Returns an object and its `__dict__`, in any order, perhaps in a container that is saved as a whole."""
+    owner = child if isinstance(child, Thing | types.SimpleNamespace) else Thing(n, n)
+    found = [owner, vars(owner)]
+    return [found, found[::-1], [*range(9), vars(owner), owner], [vars(owner)]][n % 4]
+
+
+def _late(child: Any, n: int) -> Any:
+    """Returns an object that makes others when it is changed."""
+    return AttrDict(child=child, n=n) if n % 2 else [AttrDict(n=n), AttrDict(child=child)]
+
+
+def _surface(child: Any, n: int) -> Any:
+    if pygame is None:
+        return None
+    if isinstance(child, pygame.Surface) and min(child.get_size()) > 1:
+        return child.subsurface((1, 1, 1, 1))
+    depths: list[Any] = [(0, 32), (pygame.SRCALPHA, 32), (0, 24), (0, 8)]
+    return pygame.Surface((3, 2), *depths[n % 4])
 
 
 def _spawned(child: Any, n: int) -> Any:
@@ -559,6 +642,12 @@ KINDS: dict[str, Any] = {
     "ordered": _ordered,
     "default dict": _default_dict,
     "counter": lambda child, n: collections.Counter({n: 2, "a": 1}),
+    "attribute dict": _late,
+    "held attributes": _held_attributes,
+    "redeclared": Redeclared,
+    "shared bits": _shared_bits,
+    "late attributes": late_attributes,
+    "surface": _surface,
     "chain map": _chain_map,
     "namespace": lambda child, n: types.SimpleNamespace(child=child, n=n),
     "number": _number_subclass,
