@@ -93,7 +93,7 @@ class _Objects(Node):
 
 
 class _DType(Node):
-    """A dtype with fields, whose names can be changed."""
+    """A dtype with fields; their names can be changed."""
 
     __slots__ = ("dtype",)
 
@@ -110,7 +110,7 @@ def save_dtype(saver: Saver, value: Any) -> Any:
 
 
 def _copy_dtype(dtype: Any) -> Any:
-    """Returns a copy of a dtype with fields, whose names can be changed, and any other dtype itself."""
+    """Returns a copy of a dtype with fields, as their names can be changed, and any other dtype itself."""
     return copy.copy(dtype) if dtype.names else dtype
 
 

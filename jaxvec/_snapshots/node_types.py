@@ -24,7 +24,6 @@ from jaxvec._snapshots.nodes import (
     NOTHING,
     CannotCopy,
     Fields,
-    FoundOwner,
     Node,
     Restorer,
     Saver,
@@ -738,8 +737,8 @@ def save_reduced(saver: Saver, value: Any) -> Any:
             return value
         raise CannotCopy(f"{name_of(type(value))} can't be copied (no module has it as {reduced})")
     held = dict_of(value)
-    if id(held) in saver.memo:
-        raise FoundOwner(value)
+    if held is not None:
+        saver.check_not_saved(held, value)
     node = _save_parts(saver, value, reduced)
     if type(held) is dict:
         saver.memo[id(held)] = _Attributes(node)

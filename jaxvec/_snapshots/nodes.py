@@ -259,7 +259,7 @@ def save_atom(saver: Saver, value: Any) -> Any:
 
 def is_global(value: Any) -> bool:
     """Returns whether an object is found by its name in its module."""
-    # Also in the globals of a function that was pickled by value, whose module may be another one here.
+    # A function that was pickled by value has globals of its own; its module may be another one here.
     scope = getattr(getattr(value, "__wrapped__", value), "__globals__", None)
     if scope is None:
         scope = vars(sys.modules.get(value.__module__, types))
@@ -292,7 +292,7 @@ class Saver:
         inside: Containers that were saved as a whole, each with the ids of the containers in it.
         open: Ids of the tuples that are being saved.
         sequences: Ids of the seed sequences of generators.
-        owners: Nodes of the objects whose `__dict__` has this id.
+        owners: Nodes of objects by the id of their `__dict__`.
         first: Objects to save before their `__dict__`, by its id.
         scopes: Ids of the globals of functions.
         lenient: Whether objects that can't be copied become `KEPT` instead of an error.
@@ -353,11 +353,17 @@ class Saver:
             raise CannotCopy(f"its __dict__ is a {type(held).__qualname__}")
         if id(held) in self.owners:
             raise CannotCopy("its __dict__ is that of another object, too")
-        if id(held) in self.memo:
-            raise FoundOwner(owner)
+        self.check_not_saved(held, owner)
         if self.inside:
             self.check_not_inside(held)
         self.owners[id(held)] = node
+
+    def check_not_saved(self, held: Any, owner: Any) -> None:
+        """Starts the snapshot anew, with `owner` first, if its `__dict__` was saved as a dict of its own."""
+        if id(held) in self.memo:
+            if id(held) in self.first:
+                raise CannotCopy("its __dict__ is found elsewhere, too")
+            raise FoundOwner(owner)
 
     def check_not_inside(self, value: Any) -> None:
         """Starts the snapshot anew if a value is a part of a container that was taken as a whole."""
