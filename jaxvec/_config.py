@@ -251,6 +251,7 @@ class Recycle:
 
     If the envs have exact states, as for `jaxvec.save`, they continue in the new process in the middle of
     their episodes, and the data do not change. The first replacement verifies that. `fallback` is for others.
+    An env that would differ in the new process is cut: its next result is truncated, with `info["fault"]`.
 
     Attributes:
         memory: Resident memory of the worker and its child processes, as a number of bytes or a text such as
@@ -680,8 +681,7 @@ class PoolConfig:
     @property
     def has_fault(self) -> bool:
         """True if rows have a flag for episodes that are cut by a fault, or to recycle a worker."""
-        recycle = self.workers.recycle
-        return self.restart is not None or (recycle is not None and recycle.fallback == "cut")
+        return self.restart is not None or self.workers.recycle is not None
 
     @property
     def strict(self) -> bool:

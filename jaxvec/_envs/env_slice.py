@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _native, _stats
+from jaxvec._arguments import NO_SEED
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.env_states import (
@@ -38,6 +39,7 @@ from jaxvec._envs.env_states import (
     Recording,
     SavedStates,
     SlotState,
+    StatefulEnv,
     call_in_fork,
     pack,
     unpack,
@@ -60,7 +62,7 @@ from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedR
 from jaxvec._envs.flight import FlightRecorder
 from jaxvec._envs.guests import Guest, Host, call, find_callable
 from jaxvec._envs.simulator import Simulator
-from jaxvec._envs.slice import Done, HandedOver, Slice, SlotSettings
+from jaxvec._envs.slice import Done, HandedOver, Slice, SlotSettings, TakenOver
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import store
@@ -70,6 +72,10 @@ from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
 from jaxvec._tracing import Recorder, span
 
 _EMPTY: dict[Any, Any] = {}  # shared by states, which never change
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _copied(value: Any) -> Any:
@@ -110,6 +116,8 @@ class EnvSlice(Slice):
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
         rows = {path: array[first : first + len(envs)] for path, array in arrays.items()}
+        if not left:
+            rows["last_seed",][:] = NO_SEED
         self.first = first
         # The current slot plus 1; 0 while idle. The parent reads it to name the env of a crash or timeout.
         running = Marks.of(arrays).running[worker]
@@ -169,8 +177,10 @@ class EnvSlice(Slice):
         self._index: Index = slice(0, 0, 1)
         self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
         # States that replace the next reset of envs that a fault has interrupted (`retry="restore"`).
-        self._resumed: dict[int, SlotState] = {}
+        # An error takes the place of one that could not be unpickled.
+        self._resumed: dict[int, SlotState | EnvStateError] = {}
         self._states = SavedStates(self._stats)
+        self._received: dict[bytes, SlotState] = {}  # compared with their originals, to be restored next
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
         self._state_numbers, self._oldest_state = rows["state",], arrays["oldest_state",]
         self._spec, self._arrays = spec, arrays
@@ -281,8 +291,10 @@ class EnvSlice(Slice):
         if not settings.keeps_options:
             self._slots.withhold_options(index)
         if settings.state is not None and self._episodes.is_lost(index):
-            with EnvErrorContext(slot, "restore"):
+            try:
                 self._resumed[index] = unpack(settings.state)
+            except EnvStateError as error:  # of the next reset, which the env then makes
+                self._resumed[index] = error
 
     @property
     def can_prepare(self) -> bool:
@@ -394,7 +406,8 @@ class EnvSlice(Slice):
             return obs
         if state[index] == LOST:
             assert delivered is not None
-            resumed = self._resumed[index].episode[1:] if index in self._resumed else None
+            state_after = self._resumed.get(index)
+            resumed = state_after.episode[1:] if isinstance(state_after, SlotState) else None
             cut = delivered.episode(index, resumed)
             if self._episodes.cut(index, cut, over=delivered.over(index)):
                 self._stats[_stats.FAULTS] += 1
@@ -448,6 +461,8 @@ class EnvSlice(Slice):
     def _autoreset(self, index: int) -> tuple[Any, dict[str, Any], SavedEpisode | None]:
         """Resets an env after its episode, or restores its last saved state and episode after a fault."""
         state = self._resumed.pop(index, None)
+        if isinstance(state, EnvStateError):
+            raise state
         if state is not None:
             self._restore_env(index, state, fault=True)
             if state.episode[0] != ENDED:  # else the restored env has to be reset, too
@@ -547,7 +562,7 @@ class EnvSlice(Slice):
                         self._verify(self.first + index)
                 return HandedOver(self._pack_slots())
             except Exception as error:  # also one of a user's own functions
-                inexact = f"{type(error).__name__}: {error}".partition("\n")[0]
+                inexact = _first_line(error)
         if cut:
             return HandedOver(None, inexact)
         # Envs between two episodes need not stay.
@@ -562,21 +577,48 @@ class EnvSlice(Slice):
         """Steps envs for the new process to the ends of their episodes."""
         self._host.serve()
 
-    def take_over(self, handed: HandedOver) -> None:
+    def take_over(self, handed: HandedOver) -> TakenOver:
+        """Continues the slots of an old process, and reports which could not be continued.
+
+        The envs of these are built anew. Their rows will show that their episodes were cut, as after a fault.
+        """
         assert handed.data is not None
         slots, guests, kept, self._unverified, self._rows.given = pickle.loads(handed.data)
         connection: Any = handed.host and handed.host.connect()
-        for index, state in enumerate(slots):
-            self._restore_slot(index, state, moved=True)
+        cut: dict[int, str] = {}
+        for index, packed in enumerate(slots):
+            try:
+                self._restore_slot(index, unpack(packed), moved=True)
+            except (Exception, SystemExit) as error:
+                cut[self.first + index] = _first_line(error)
+                self._slots.rebuild(index)
+                self._episodes.lose(index)
         for index in guests:
             self._slots.invite(index, connection)
-        self._states.add(list(kept), list(kept.values()))
+        try:
+            states: dict[int, SlotState] = pickle.loads(kept)
+            self._compare(list(states.values()))
+        except Exception:
+            return TakenOver(cut, keeps_states=False)
+        self._states.add(list(states), list(states.values()))
+        return TakenOver(cut, keeps_states=True)
 
     def _pack_slots(self, guests: Sequence[int] | None = None) -> bytes:
         """Pickles all that the new process needs; without the envs if it gets `guests`."""
         whole = guests is None
-        slots = [self._save_slot(i, self.first + i, whole=whole) for i in range(len(self._slots.envs))]
-        kept = self._states.by_number if whole else {}
+        slots: list[bytes] = []
+        for index, stateful in enumerate(self._slots.stateful):
+            if whole:
+                self._slots.set_buffer(index, lend=False)
+            state = self._save_slot(index, self.first + index, whole=whole)
+            if whole:
+                state.env.original = stateful.digest()
+            slots += pack([state])
+        try:
+            states = self._states.by_number if whole else {}
+            kept = dumps(dict(zip(states, self._with_originals(list(states.values())), strict=True)))
+        except Exception:
+            kept = b""  # they are lost
         return dumps((slots, guests or (), kept, self._unverified, self._rows.given))
 
     # --- Saved states -----------------------------------------------------------------------------
@@ -622,6 +664,7 @@ class EnvSlice(Slice):
             EnvFailure: A state can't be saved, or a restored env does not reproduce it.
         """
         states: list[SlotState] = []
+        originals: list[SlotState] = []
         slot = slots[0]
         with self._states.evicting(oldest):
             try:
@@ -631,14 +674,18 @@ class EnvSlice(Slice):
                     is_recorded = self._is_chosen()
                     if index in self._unverified:
                         is_recorded |= not self._verify(slot)
-                    states.append(self._save_slot(index, slot, is_recorded=is_recorded))
+                    with self._slots.unlent(index) if packed else nullcontext():
+                        states.append(self._save_slot(index, slot, is_recorded=is_recorded))
+                        if packed:
+                            env = replace(states[-1].env, original=self._slots.stateful[index].digest())
+                            originals.append(states[-1]._replace(env=env, obs=self._rows.obs(index)))
             except BaseException as error:
                 raise EnvFailure(slot, "save") from error
             self._states.add(numbers, states)
             if not packed:
                 return None
             with EnvErrorContext(slot, "save"):
-                return pack(state._replace(obs=self._rows.obs(state.slot - self.first)) for state in states)
+                return pack(originals)
 
     def restore_states(
         self,
@@ -662,10 +709,15 @@ class EnvSlice(Slice):
             try:
                 for slot, source in zip(slots, sources, strict=True):
                     self._verify_recorded(slot - self.first, is_last=True)
-                    state = self._states[source] if isinstance(source, int) else unpack(source)
+                    if isinstance(source, int):
+                        state = self._states[source]
+                    else:
+                        state = self._received.get(source) or unpack(source)
                     self._restore_slot(slot - self.first, state)
             except BaseException as error:
                 raise EnvFailure(slot, "restore") from error
+            finally:
+                self._received.clear()
             if rows is not None:
                 self._rows.put(np.array(slots) - self.first, rows)
             return None
@@ -729,7 +781,7 @@ class EnvSlice(Slice):
             return LostStates(missing)
         states = [self._states[number] for number in numbers]
         with EnvErrorContext(states[0].slot if states else self.first, "export"):
-            return pack(states)
+            return pack(self._with_originals(states))
 
     def import_states(
         self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
@@ -737,14 +789,76 @@ class EnvSlice(Slice):
         """Adds states that `export_states` returned, as states of `slots`.
 
         Raises:
-            EnvFailure: A state can't be unpickled, or does not fit the env of its slot.
+            EnvFailure: A state can't be unpickled, does not fit the env of its slot, or would not be exact.
         """
         with self._states.evicting(oldest):
-            for slot, number, one in zip(slots, numbers, packed, strict=True):
-                with EnvErrorContext(slot, "import"):
-                    state = unpack(one)
-                    self._slots.check_fit(slot - self.first, state.env)
-                    self._states.add([number], [state._replace(slot=slot)])
+            self._states.add(numbers, self._receive(slots, packed, "import"))
+
+    def compare_states(self, slots: Sequence[int], packed: Sequence[bytes]) -> None:
+        """Prepares for `restore_states` from these bytes, and leaves the envs unchanged.
+
+        Raises:
+            EnvFailure: As for `import_states`.
+        """
+        self._received = dict(zip(packed, self._receive(slots, packed, "restore"), strict=True))
+
+    def _receive(self, slots: Sequence[int], packed: Sequence[bytes], operation: str) -> list[SlotState]:
+        states: list[SlotState] = []
+        for slot, one in zip(slots, packed, strict=True):
+            with EnvErrorContext(slot, operation):
+                states.append(unpack(one)._replace(slot=slot))
+                self._slots.check_fit(slot - self.first, states[-1].env)
+        with EnvErrorContext(slots[0], operation):
+            self._compare(states)
+        return states
+
+    def _compare(self, states: Sequence[SlotState]) -> None:
+        """Compares states with their originals in another process; raises `EnvStateError` if one differs."""
+        self._visit(states, StatefulEnv.compare)
+        for state in states:
+            state.env.original = None
+
+    def _with_originals(self, states: Sequence[SlotState]) -> list[SlotState]:
+        """Returns states with the digests of their envs, for the process that gets them."""
+        digests = self._visit(states, StatefulEnv.digest)
+        return [
+            state._replace(env=replace(state.env, original=digest))
+            for state, digest in zip(states, digests, strict=True)
+        ]
+
+    def _visit(self, states: Sequence[SlotState], visit: Callable[[StatefulEnv, EnvState], Any]) -> list[Any]:
+        """Calls a function that restores each state to an env of its kind, but to none of the slice.
+
+        A restore and a second one to what was before need not leave an env as it was: if the env refers to a
+        global object, it may then have a copy of that.
+        """
+        results: list[Any] = [None] * len(states)
+        by_kind: dict[Hashable, list[int]] = {}
+        for place, state in enumerate(states):
+            by_kind.setdefault(self._simulator.kind(state.slot), []).append(place)
+        for places in by_kind.values():
+            envs = [states[place].env for place in places]
+            found = self._call_with_another(
+                states[places[0]].slot - self.first, lambda env, envs=envs: [visit(env, one) for one in envs]
+            )
+            for place, result in zip(places, found, strict=True):
+                results[place] = result
+        return results
+
+    def _call_with_another(self, index: int, function: Callable[[StatefulEnv], Any]) -> Any:
+        """Calls a function with an env of this one's kind: in a worker, with itself in a forked child."""
+        if not self._verifies_in_fork:
+            with self._slots.another(index) as another:
+                return function(another)
+        stateful = self._slots.stateful[index]
+
+        def call() -> Any:
+            if not self._slots.was_reset(index):
+                stateful.env.reset(seed=0)
+            return function(stateful)
+
+        with self._slots.unlent(index):
+            return call_in_fork(call, stateful.env)
 
     def step_from(self, states: Sequence[SlotState], after: list[SlotState], running: memoryview) -> None:
         """Steps the envs of the first rows from `states`, and appends each next state to `after`.

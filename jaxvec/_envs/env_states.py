@@ -30,6 +30,7 @@ from jaxvec._envs.envs import Env
 from jaxvec._errors import EnvStateError
 from jaxvec._snapshots import nodes
 from jaxvec._snapshots.ale import watch_ale
+from jaxvec._snapshots.digests import Digest, DigestTaker
 from jaxvec._snapshots.pickling import dumps
 from jaxvec._snapshots.snapshot import IncrementalSnapshot, difference, find
 from jaxvec._spec import KeyPath
@@ -141,11 +142,13 @@ _GENERATOR = ("_np_random", "_np_random_seed")  # attributes that `gymnasium.Env
 
 @dataclass(slots=True, eq=False)
 class EnvState:
-    """The immutable result of `StatefulEnv.save`. It pickles if everything in the env does."""
+    """The result of `StatefulEnv.save`, which does not change. It pickles if everything in the env does."""
 
     kinds: tuple[str, ...]  # the names of the classes of the wrappers, outermost first, and of the env
     layers: list[nodes.Fields]  # the attributes of each of them
     own: Any  # a snapshot of the result of `get_state`; `None` without such a method
+    # Of the env that it was saved from, until a restore in another process has been compared with it.
+    original: Digest | None = None
 
 
 class StatefulEnv:
@@ -231,6 +234,37 @@ class StatefulEnv:
             ) from error
         return layers, own
 
+    def digest(self, state: EnvState | None = None) -> Digest:
+        """Returns the digest of the env, with which another process compares its own; restores `state` first.
+
+        Raises:
+            EnvStateError: The env refers to something that can't be compared in another process.
+        """
+        if state is not None:
+            self._restore(state)
+        return self._take_digest().result()
+
+    def _take_digest(self) -> DigestTaker:
+        """Walks through all that `save` saves, except the result of `get_state`."""
+        self._update_layers()
+        base = self._layers[-1]
+        taker = DigestTaker(self._layers, self._trust)
+        try:
+            for layer in self._layers:
+                if layer is not base or (self._functions is None and self._methods is None):
+                    taker.layer(layer)
+                elif self._functions is not None:
+                    taker.layer(base, _GENERATOR)
+                elif not isinstance(base, gymnasium.Wrapper):
+                    taker.layer(base, lenient=True)
+        except (nodes.CannotCopy, RecursionError) as error:
+            where = ".".join(getattr(error, "path", ()))
+            raise EnvStateError(
+                f"cannot move a {type(base).__name__} to another process: attribute {where} can't be "
+                f"compared there: {error}. {_ADVICE}"
+            ) from error
+        return taker
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """The names of the classes of the wrappers, outermost first, and of the env, as they are now."""
@@ -244,8 +278,35 @@ class StatefulEnv:
         refer to them. Returns whether env and wrappers have the same attributes as before, with other values.
 
         Raises:
-            EnvStateError: The state is that of an env of another class, or with other wrappers.
+            EnvStateError: The state is that of an env of another class, or with other wrappers. Or it comes
+                from another process, and the env would differ from the original: it is then as before.
         """
+        if state.original is None:
+            return self._restore(state)
+        before = self.save()
+        try:
+            self.compare(state)
+        except BaseException:
+            self._restore(before)
+            raise
+        state.original = None  # further restores are as those of its own process
+        return False
+
+    def compare(self, state: EnvState) -> None:
+        """Restores a state from another process, and compares the env with the original.
+
+        Raises:
+            EnvStateError: The state can't be restored, or the env differs from the original.
+        """
+        self._restore(state)
+        differs = None if state.original is None else self._take_digest().difference(state.original)
+        if differs is not None:
+            raise EnvStateError(
+                f"cannot move a {type(self._layers[-1]).__name__} to another process: {differs} would not be "
+                f"as in the original. {_ADVICE}"
+            )
+
+    def _restore(self, state: EnvState) -> bool:
         compiled = self._incremental if self._kinds == state.kinds else None
         if compiled is not None and compiled.restore(state.layers):
             return True
@@ -535,8 +596,8 @@ class ForkedProcessEnded(EnvStateError):
     """The forked process that stepped an env ended by itself, so nothing is known about the state."""
 
 
-def call_in_fork(function: Callable[[], None], env: Any) -> None:
-    """Calls a function in a forked child of this process, a worker, and raises the error that it raises.
+def call_in_fork(function: Callable[[], Any], env: Any) -> Any:
+    """Calls a function in a forked child of this process, a worker; returns its result or raises its error.
 
     Raises:
         ForkedProcessEnded: `env`, which the function steps, has ended the child.
@@ -546,8 +607,8 @@ def call_in_fork(function: Callable[[], None], env: Any) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads of libraries, since Python 3.12
         child = os.fork()
     if child == 0:  # in the worker's process group, so it does not outlive the worker
-        with suppress(BaseException):
-            os.write(writer, _error_of(function))
+        with suppress(BaseException), open(writer, "wb") as file:
+            file.write(_outcome_of(function))
         os._exit(0)
     try:
         os.close(writer)
@@ -565,17 +626,17 @@ def call_in_fork(function: Callable[[], None], env: Any) -> None:
             f"cannot verify the state of {type(env.unwrapped).__name__}: the forked process that stepped the "
             f"env ended with {how}. {_ADVICE}"
         )
-    error = pickle.loads(result)
+    error, value = pickle.loads(result)
     if error is not None:
         raise error
+    return value
 
 
-def _error_of(function: Callable[[], None]) -> bytes:
+def _outcome_of(function: Callable[[], Any]) -> bytes:
     try:
-        function()
+        return pickle.dumps((None, function()))
     except EnvStateError as error:
-        return pickle.dumps(EnvStateError(*error.args))
+        return pickle.dumps((EnvStateError(*error.args), None))
     except BaseException as error:
         what = f"cannot verify the state: the env raised {type(error).__name__}: {error}"
-        return pickle.dumps(EnvStateError(what))
-    return pickle.dumps(None)
+        return pickle.dumps((EnvStateError(what), None))

@@ -98,6 +98,14 @@ class HandedOver:
     host: Address | None = None  # of the old process, if it steps envs to the ends of their episodes
 
 
+@dataclass(frozen=True)
+class TakenOver:
+    """The report of a process about the slots that it took over from another one."""
+
+    cut: dict[int, str]  # by slot, why the episode of its env could not continue
+    keeps_states: bool  # False if the saved states are lost
+
+
 # --- The interface between a worker, or the serial backend, and its envs ---------------------------------
 
 # Called with the first of some neighbouring slots, and their number, when their rows are complete.
@@ -124,6 +132,7 @@ RequestName: TypeAlias = Literal[
     "simulate_states",
     "export_states",
     "import_states",
+    "compare_states",
 ]
 
 
@@ -258,6 +267,7 @@ class Slice(ABC):
         raise self._unsupported("keep states")
 
     save_states = restore_states = simulate_states = export_states = import_states = _refuse_states
+    compare_states = _refuse_states
     can_leave = hand_over = host = take_over = _refuse_states
 
     def close(self) -> None:  # noqa: B027 - a default

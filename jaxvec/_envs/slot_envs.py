@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
@@ -294,7 +294,6 @@ class SlotEnvs:
         self._kept_options: dict[int, dict[str, Any]] = {}  # for their next reset within a step
         self._options = None if spec.reset_options is None else ResetOptions(spec, rows)  # if declared
         if not rebuilt:
-            rows["last_seed",][:] = NO_SEED
             return
         for index in range(len(envs)):
             self._note_rebuilt(index)
@@ -407,6 +406,15 @@ class SlotEnvs:
                 f"this is a state of {' of '.join(state.kinds)}, but the env is {' of '.join(kinds)}; load "
                 "it into a pool with envs that the same functions make"
             )
+
+    @contextmanager
+    def another(self, index: int) -> Generator[StatefulEnv]:
+        """Builds another env for a slot, resets it, and closes it after the block."""
+        (env,) = build_env([self._env_fns[index]], self._first + index)
+        with closing(env):
+            stateful = self._make_stateful(env)
+            env.reset(seed=0)
+            yield stateful
 
     def restore(self, index: int, env: Any, resets: tuple[int, int | None, Any], *, fault: bool) -> None:
         """Restores the state of an env, `env`, and the values that `save` returned.

@@ -319,6 +319,15 @@ class SavedStates:
         else:
             sources, rows, needs_reset = packed.data, list(packed.rows), packed.needs_reset
         rows[self._leaf["info", "env_id"]] = slots.astype(np.int32)
+        # Before the envs change, as a failure of `restore` breaks the pool.
+        if not isinstance(sources, np.ndarray):
+            moved = [place for place, source in enumerate(sources) if isinstance(source, bytes)]
+            data = np.array(sources, object)[moved]
+            self._request(
+                "compare_states",
+                self._worker_of[slots[moved]],
+                lambda mine: (slots[moved][mine].tolist(), data[mine].tolist()),
+            )
         return sources, rows, needs_reset
 
     def restore(self, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows) -> None:

@@ -48,7 +48,7 @@ class _View(Node):
     writeable: bool
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        old_owner = None if isinstance(self.owner, (Array, _Objects)) else _memory_of(old)
+        old_owner = None if isinstance(self.owner, (Array, _Objects)) else memory_of(old)
         owner = restorer.value(self.owner, old_owner)
         shape = () if self.shape is None else self.shape
         if isinstance(owner, np.ndarray):
@@ -164,7 +164,7 @@ class _Foreign(Node):
         self.array = array
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        foreign = isinstance(old, np.ndarray) and not _owner(old).flags.owndata
+        foreign = isinstance(old, np.ndarray) and not owner_of(old).flags.owndata
         fits = foreign and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
         if fits and restorer.reuse(old):  # what were several may be one array now
             if old.flags.writeable:
@@ -194,7 +194,7 @@ def save_record(saver: Saver, value: Any) -> Any:
     if value.dtype.hasobject:
         raise CannotCopy("it is a record with Python objects in it")
     if isinstance(value.base, np.ndarray):
-        node = _save_view(saver, value, _owner(value.base))
+        node = _save_view(saver, value, owner_of(value.base))
     else:
         own = np.array(value)
         node = _save_view(saver, own, own)
@@ -214,7 +214,7 @@ def save_memoryview(saver: Saver, value: memoryview) -> Any:
     owner: Any = value.obj
     if isinstance(owner, bytes):
         return value
-    if not value.c_contiguous or not isinstance(owner, (np.ndarray, *_BUFFERS)):
+    if not value.c_contiguous or not isinstance(owner, (np.ndarray, *BUFFERS)):
         raise CannotCopy("it is a memoryview that is not contiguous, or of memory of another library")
     if isinstance(owner, np.ndarray) and not owner.flags.c_contiguous:
         raise CannotCopy("it is a memoryview of an array that is not contiguous")
@@ -223,7 +223,7 @@ def save_memoryview(saver: Saver, value: memoryview) -> Any:
     node = _MemoryView()
     saver.remember(value, node)
     node.owner = saver.value(owner)
-    node.offset = _address(value) - _address(owner)
+    node.offset = address_of(value) - address_of(owner)
     node.nbytes, node.format, node.readonly = value.nbytes, value.format, value.readonly
     node.shape = tuple(value.shape or ())
     return node
@@ -232,14 +232,14 @@ def save_memoryview(saver: Saver, value: memoryview) -> Any:
 # --- The memory behind an array -----------------------------------------------------------------------------
 
 CData: Any = ctypes.c_int.__mro__[-2]  # the base of all objects of ctypes, which has no public name
-_BUFFERS = (bytearray, array.array, CData)
+BUFFERS = (bytearray, array.array, CData)
 
 
 def _owns_memory(value: Any) -> bool:
     return bool(value._b_needsfree_) and not value._objects
 
 
-def _owner(value: Any) -> Any:
+def owner_of(value: Any) -> Any:
     """Returns the array at the end of a chain of views."""
     while True:
         base = value.base
@@ -250,25 +250,25 @@ def _owner(value: Any) -> Any:
         value = base
 
 
-def _memory_of(value: Any) -> Any:
+def memory_of(value: Any) -> Any:
     """Returns the object that owns the memory of a view; `None` for anything but an array or a record."""
     if not isinstance(value, (np.ndarray, np.void)):
         return None
-    base = _owner(value).base
+    base = owner_of(value).base
     return base.obj if isinstance(base, memoryview) else base
 
 
 def _save_part(saver: Saver, value: Any) -> Any:
     """Takes an array that has no memory of its own."""
-    owner = _owner(value)
+    owner = owner_of(value)
     if owner.flags.owndata:
         return _save_view(saver, value, owner)
-    memory = _memory_of(value)
+    memory = memory_of(value)
     if type(memory).__name__ == "BufferProxy":
         raise CannotCopy("it is an array in the memory of a pygame surface", "Keep the surface instead")
     if value.dtype.hasobject:
         raise CannotCopy("it is an array of Python objects in memory of another library")
-    if isinstance(memory, (bytes, *_BUFFERS)) and (not isinstance(memory, CData) or _owns_memory(memory)):
+    if isinstance(memory, (bytes, *BUFFERS)) and (not isinstance(memory, CData) or _owns_memory(memory)):
         return _save_view(saver, value, memory)
     return _Foreign(_copy(value))
 
@@ -283,7 +283,7 @@ def _save_view(saver: Saver, value: Any, owner: Any) -> Any:
     node.owner = saver.value(owner)
     node.kind, node.dtype = type(value), _copy_dtype(value.dtype)
     node.shape, node.strides = value.shape, value.strides
-    node.offset = value.__array_interface__["data"][0] - _address(owner)
+    node.offset = value.__array_interface__["data"][0] - address_of(owner)
     node.writeable = value.flags.writeable
     return node
 
@@ -329,7 +329,7 @@ def _view(
     return np.ndarray(shape, dtype, flat.view(np.uint8), offset, strides)
 
 
-def _address(owner: Any) -> int:
+def address_of(owner: Any) -> int:
     if isinstance(owner, np.ndarray):
         return owner.__array_interface__["data"][0]
     if not _nbytes(owner):

@@ -90,7 +90,10 @@ def _find_class(number: str, module: str, name: str, definition: bytes | None) -
             return found
     if definition is None:
         raise pickle.UnpicklingError(f"there is no class {module}.{name} in this process")
-    return pickle.loads(definition)
+    found = pickle.loads(definition)
+    if "<locals>" in name:  # cloudpickle has lost it
+        found.__qualname__ = name
+    return found
 
 
 def _find_function(module: str, name: str, code: Any, names: set[str], *made: Any) -> types.FunctionType:

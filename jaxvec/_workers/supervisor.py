@@ -33,7 +33,7 @@ from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs import failures, flight
 from jaxvec._envs.constructors import Description, compare
-from jaxvec._envs.slice import Arguments, EnvSettings, HandedOver, RequestName
+from jaxvec._envs.slice import Arguments, EnvSettings, HandedOver, RequestName, TakenOver
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -612,6 +612,14 @@ class Supervisor:
         """
         if self.diagnosis.arrays is None:
             raise error
+        for owner, host in self._hosts:
+            if owner == worker:  # it may hang with an env that the worker waits for
+                host.end()
+        handed = self._handed.get(worker)
+        if handed is not None and handed.data is not None:  # perhaps it can't continue with what it got
+            summary = str(error).partition("\n")[0]
+            self._recycle(worker, HandedOver(None, f"the new process could not continue ({summary})"))
+            return
         if self._recipe.config.record_faults is not None:
             self._record(worker, error)
         losses = describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
@@ -621,9 +629,6 @@ class Supervisor:
         self.last_errors[worker] = error
         self._retiring.pop(worker, None)
         self._handed.pop(worker, None)
-        for owner, host in self._hosts:
-            if owner == worker:  # it may hang with an env that the worker waits for
-                host.end()
         self._relaunch(worker, error)
 
     def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
@@ -733,9 +738,7 @@ class Supervisor:
             arrays = self.diagnosis.arrays
             assert arrays is not None
             first, stop = self._recipe.slices[worker]
-            handed = self._handed.get(worker)
-            exact = handed is not None and not handed.inexact  # then the states contain the settings
-            known = None if exact else self.env_settings
+            known = self.env_settings
             kept = self._attach.spec.kept_leaves
             replaces = protocol.Replacement(
                 select_options(self.options, first, stop),
@@ -743,7 +746,7 @@ class Supervisor:
                 int(Marks.of(arrays).worker_notices[worker, 0]),
                 {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
                 {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
-                handed,
+                self._handed.get(worker),
             )
             attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
             self._send(worker, attach, deadline, [self._segment])
@@ -751,9 +754,21 @@ class Supervisor:
             self._extend_start(worker)
             return
         del self.starting[worker]
-        self._handed.pop(worker, None)
+        if self._handed.pop(worker, None) is not None:
+            self._note_taken_over(worker, pickle.loads(message.result))
         self._retiring.pop(worker, None)
         self._reset_clocks()
+
+    def _note_taken_over(self, worker: int, taken: TakenOver | None) -> None:
+        """Logs which episodes the new process of a recycled worker could not continue."""
+        if taken is None:  # all of them, as `_recycle` has logged
+            return
+        if not taken.keeps_states:
+            self.incarnations[worker] += 1
+            _logger.info("%s: its saved states are lost by the recycling", self.diagnosis.name(worker))
+        for slot, reason in taken.cut.items():
+            losses = describe_losses(self.env_settings, [slot])
+            _logger.info("env %d could not continue, so its episode is cut: %s%s", slot, reason, losses)
 
     def _reset_clocks(self) -> None:
         """Extends all timeouts until the last start."""

@@ -30,7 +30,7 @@ from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, EnvFn, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.foreign_env import to_plain
-from jaxvec._envs.slice import HandedOver, RequestName, Slice, SlotSettings
+from jaxvec._envs.slice import HandedOver, RequestName, Slice, SlotSettings, TakenOver
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.segment import Layout, Marks, attach_segment
 from jaxvec._spec import KeyPath, PoolSpec
@@ -343,13 +343,17 @@ def _serve(
             **({} if replaces is None else {"replaces": replaces.objects}),
             **({"moved": True} if handed is not None and not inexact else {}),
         )
+    taken: TakenOver | None = None
     if replaces is not None:
         env_slice.set_options(replaces.options)
-        for slot, pickled in replaces.settings.items():
-            env_slice.reapply_settings(slot, _unpickle_settings(slot, pickled))
+        settings = replaces.settings
+        if handed is None or inexact:  # else the states contain the settings
+            _reapply_settings(env_slice, settings)
         if handed is not None and handed.data is not None:
             with EnvErrorContext(attach.slots[0], "restore"):
-                env_slice.take_over(handed)
+                taken = moved = env_slice.take_over(handed)
+            cut = settings.keys() & moved.cut
+            _reapply_settings(env_slice, {slot: settings[slot] for slot in cut})
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
     with closing(env_slice):
@@ -366,7 +370,7 @@ def _serve(
         stats[PID] = os.getpid()
         if replaces is not None:
             stats[REPLACED if handed is None else RECYCLED] += 1
-        channel.send(Reply())
+        channel.send(Reply(dumps(taken)))
         age = None if config.recycle is None else Age(config.recycle, stats)
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
@@ -407,6 +411,11 @@ def _serve(
                     end.post(np.array(failure.completed, np.int64))
                 # The marks of the other slots are unchanged, so the next `receive` returns them again.
                 _recover(channel, end, env_slice, failure)
+
+
+def _reapply_settings(env_slice: Slice, settings: dict[int, SlotSettings]) -> None:
+    for slot, pickled in settings.items():
+        env_slice.reapply_settings(slot, _unpickle_settings(slot, pickled))
 
 
 def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Report | Retire) -> Any:

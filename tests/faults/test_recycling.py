@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+from contextlib import closing
 
+import cloudpickle
 import gymnasium
 import jax
 import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
-from support import probe
+from support import late_structures, probe
+from support.late_structures import KINDS, START, Late
 from support.recycling import (
     NUM_ENVS,
     NUM_STEPS,
@@ -25,6 +29,7 @@ from support.recycling import (
 from support.state_game import Walk
 
 import jaxvec
+from jaxvec._envs.env_states import StatefulEnv
 from jaxvec._vector_env import pool_of
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
@@ -235,6 +240,103 @@ def test_a_leak_stays_below_the_limit_of_memory():
         assert min(recycled(envs)) >= 4
 
 
+# --- Objects that an env makes after the first replacement, which has verified states without them --------
+
+# Kinds that move without a cut. The others may be cut, but none may be wrong, and none may end the pool.
+EXACT = {
+    *("closure", "function_of_the_env", "default_that_changes", "keyword_default_that_changes"),
+    *("attribute_of_a_function", "one_generator_twice", "generators_of_python", "spawned_seeds"),
+    *("weak_reference", "weak_proxy", "named_tuple_of_lists", "list_in_itself", "bound_method"),
+    *("bound_method_of_the_env", "views_of_an_array", "memory_of_a_bytearray", "array_of_objects", "records"),
+    *("lossy_getstate", "raising_setstate", "class_of_a_function", "class_with_a_list", "global_table"),
+    *("containers_of_collections", "iterators", "partial_function", "mapping_proxy", "set_of_texts"),
+    *("set_of_objects", "dict_by_objects", "frozen_dataclass", "special_floats", "space_with_a_generator"),
+    *("lock", "env_in_a_dict", "exception", "slots"),
+}
+CUT = {"singleton", "module_of_the_old_process", "key_without_a_hash_elsewhere"}
+DEADLY = "key_that_kills_elsewhere"
+
+
+@pytest.fixture
+def importable_kinds():
+    """Workers import the kinds, as they do with modules of a user."""
+    cloudpickle.unregister_pickle_by_value(late_structures)
+    yield
+    cloudpickle.register_pickle_by_value(late_structures)
+
+
+def can_be_saved(kind):
+    with closing(Late(kind)) as env:
+        stateful = StatefulEnv(env)
+        env.reset()
+        for _ in range(START):
+            env.step(0)
+        try:
+            stateful.save()
+        except jaxvec.EnvStateError:
+            return False
+        return True
+
+
+def play_late(kinds, **options):
+    """Steps two workers beyond a replacement after `START`; returns when the episodes of each kind were cut.
+
+    Each field of each row is compared with an env that is stepped here, and that is new after a cut.
+    """
+    workers = jaxvec.Workers(num=2, recycle=Recycle(steps=len(kinds) // 2 * 18, **options))
+    with jaxvec.make([functools.partial(Late, kind) for kind in kinds], workers=workers) as envs:
+        envs.reset(seed=0)
+        rows = [envs.step([0] * len(kinds)) for _ in range(START + 19)]
+    cuts = {}
+    for env_id, kind in enumerate(kinds):
+        env, total, steps = Late(kind), 0.0, 0
+        last, _ = env.reset()
+        for number, row in enumerate(rows):
+            cut = bool(row.info["fault"][env_id])
+            if cut:
+                cuts.setdefault(kind, []).append(number)
+                np.testing.assert_array_equal(row.info["final_obs"][env_id], last)
+                env.close()
+                env, reward, played = Late(kind), 0.0, (total, steps)
+                last, _ = env.reset()
+                total, steps = 0.0, 0
+            else:
+                last, reward, *_ = env.step(0)
+                total, steps = total + reward, steps + 1
+                played = total, steps
+            np.testing.assert_array_equal(row.obs[env_id], last, f"{kind} in step {number}")
+            assert row.reward[env_id] == reward, (kind, number)
+            assert (row.info["episode_return"][env_id], row.info["episode_length"][env_id]) == played
+            assert (row.terminated[env_id], row.truncated[env_id]) == (False, cut)
+            assert row.info["_final_obs"][env_id] == cut
+        env.close()
+    return cuts
+
+
+def test_late_objects_are_exact_in_the_new_process_or_cut(importable_kinds, caplog):
+    kinds = [kind for kind in KINDS if kind != DEADLY and can_be_saved(kind)]
+    with caplog.at_level("INFO", "jaxvec"):
+        cuts = play_late(kinds + ["closure"] * (len(kinds) % 2))
+    assert not EXACT & cuts.keys()
+    assert cuts.keys() >= CUT
+    for kind in CUT:
+        text = f"env {kinds.index(kind)} could not continue, so its episode is cut: "
+        (message,) = [message for message in caplog.messages if text in message]
+        assert kind != "singleton" or "Late.late (identity with support.late_structures.SINGLETON)" in message
+    assert not any("not exact" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("fallback", ["episodes", "cut"])
+def test_a_new_process_that_dies_of_a_state_cuts_its_envs(fallback, importable_kinds, caplog):
+    refused = [kind for kind in KINDS if not can_be_saved(kind)]
+    kinds = [*refused, *["closure"] * (len(refused) - 1), DEADLY]
+    with caplog.at_level("INFO", "jaxvec"):
+        cuts = play_late(kinds, fallback=fallback)
+    assert cuts.keys() - {"closure", DEADLY} == ({*refused} if fallback == "cut" else set())
+    assert len(cuts[DEADLY]) == 1
+    assert any("the new process could not continue" in message for message in caplog.messages)
+
+
 # --- Envs without exact states --------------------------------------------------------------------------
 
 
@@ -243,7 +345,7 @@ def test_without_exact_states_episodes_end_in_the_old_process(way):
     with make(Opened, OFTEN, episode_length=7, info={"pid": np.int32}) as envs:
         _, rows = scan(envs, chosen)
         assert min(recycled(envs)) >= 2
-        assert "fault" not in rows.info
+        assert not rows.info["fault"].any()
     check_rows(rows, chosen, np.zeros_like(chosen, bool))
     ends = rows.terminated
     pids = np.where(ends, rows.info["final_info"]["pid"], rows.info["pid"])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from support import probe
+from support import disasters, probe
 
 import jaxvec
 from jaxvec import _config

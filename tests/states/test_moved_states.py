@@ -1,0 +1,102 @@
+"""States that move to another process are exact there, or refused by name, and then nothing has changed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from support.late_structures import START, Late
+
+import jaxvec
+
+KINDS = ["class_that_refers_to_the_env", "closure"] * 2  # the first can't move
+REFUSED = r"cannot move a Late to another process: Late\.late would not be as in the original"
+FUNCTIONS = [functools.partial(Late, kind) for kind in KINDS]
+CROSSWISE = [2, 3, 0, 1]  # two workers have two envs each
+
+
+class Followed:
+    """A pool whose steps are compared with those of envs in this process."""
+
+    def __init__(self, envs):
+        self.envs, self.models = envs, [Late(kind) for kind in KINDS]
+        self.reset()
+        envs.save()  # verifies, before the env has what can't move
+
+    def reset(self):
+        handle, _ = jaxvec.reset(self.envs, seed=0)
+        for model in self.models:
+            model.reset()
+        return handle
+
+    def step(self, count):
+        for _ in range(count):
+            timestep = self.envs.step([0] * 4)
+            expected = [model.step(0)[0] for model in self.models]
+            np.testing.assert_array_equal(timestep.obs, expected)
+
+
+def test_a_state_that_would_differ_elsewhere_is_refused(make):
+    here, there = (Followed(make(FUNCTIONS, states=30, num_workers=2)) for _ in range(2))
+    here.step(START + 2)
+    there.step(3)
+    states = here.envs.save()
+    packed = here.envs.pack_states(states)
+    handle = here.reset()
+    crosswise = jaxvec.EnvState(states.ids[CROSSWISE])
+    attempts = [
+        lambda: jax.block_until_ready(jax.jit(jaxvec.restore)(handle, crosswise)[1].obs),
+        lambda: here.envs.restore(crosswise),
+        lambda: there.envs.unpack_states(packed),
+        lambda: there.envs.restore(states),
+    ]
+    for attempt in attempts:
+        errors = jaxvec.EnvStateError, jaxvec.StateFileError, jax.errors.JaxRuntimeError
+        with pytest.raises(errors, match=REFUSED):
+            attempt()
+        here.step(2)
+        there.step(2)
+    moved = jaxvec.EnvState(states.ids[[1, 1, 1, 1]])
+    assert there.envs.restore(moved).obs[:, 0].tolist() == [START + 2] * 4
+    assert there.envs.step([0] * 4).obs.tolist() == [[START + 3, 44]] * 4
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}])
+def test_a_state_that_is_packed_leaves_its_env_as_it_is(make, options):
+    pool = Followed(make([functools.partial(Late, "singleton")] * 4, states=30, **options))
+    pool.models = [Late("singleton") for _ in pool.models]
+    pool.reset()
+    pool.step(START - 5)
+    before = pool.envs.save()
+    pool.step(7)
+    pool.envs.pack_states(before)
+    pool.step(3)
+
+
+def test_a_new_worker_resets_an_env_whose_state_it_refuses(make, caplog):
+    class Dying(Late):
+        action_space = gymnasium.spaces.Discrete(10)
+
+        def step(self, action):
+            if action == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    policy = jaxvec.Restart(retry="restore", max_restarts=None, rate=None)
+    functions = [functools.partial(Dying, kind) for kind in ("singleton", "closure")]
+    envs = make(functions, num_workers=1, states=9, on_fault=policy)
+    envs.reset(seed=0)
+    envs.save()
+    for _ in range(START + 2):
+        envs.step([0, 0])
+    envs.save()
+    timestep = envs.step([9, 0])
+    assert timestep.info["fault"].all()
+    assert timestep.obs.tolist() == [[0, 0], [START + 2, 33]]
+    assert envs.step([0, 0]).obs.tolist() == [[1, 0], [START + 3, 44]]
+    assert "would not be as in the original" in caplog.text
