@@ -113,7 +113,7 @@ def test_recycling_in_actors_changes_no_row(make, make_on_ray, dispatch):
         each(state_game.walk, recycling.NUM_ENVS, dispatch=dispatch, **more)
         for each, more in ((make, {}), (make_on_ray, recycle))
     )
-    assert_equal(recycling.scan(exact, chosen), recycling.scan(local, chosen))
+    recycling.assert_equal(recycling.scan(exact, chosen), recycling.scan(local, chosen))
     inexact = make_on_ray(recycling.Opened, recycling.NUM_ENVS, episode_length=7, **recycle)
     _, rows = recycling.scan(inexact, chosen)
     recycling.check_rows(rows, chosen, np.zeros_like(chosen, bool))

@@ -434,7 +434,7 @@ def test_recycling_at_hosts_changes_no_bit(make, make_remote, dispatch, transpor
         each(state_game.walk, recycling.NUM_ENVS, **options, **more)
         for each, more in ((make, {}), (make_remote, recycle))
     )
-    assert_equal(recycling.scan(remote, chosen), recycling.scan(local, chosen))
+    recycling.assert_equal(recycling.scan(remote, chosen), recycling.scan(local, chosen))
     assert min(recycling.recycled(remote)) >= 1
 
 
@@ -446,7 +446,7 @@ def test_recycling_at_hosts_without_exact_states(make_remote, fallback):
     chosen = recycling.actions(high=2)
     _, rows = recycling.scan(envs, chosen)
     assert min(recycling.recycled(envs)) >= 2
-    faults = rows.info.get("fault", np.zeros_like(chosen, bool))
+    faults = rows.info["fault"]
     recycling.check_rows(rows, chosen, faults)
     assert (faults.sum(0) >= (2 if fallback == "cut" else 0)).all()
     if fallback == "episodes":
