@@ -44,20 +44,12 @@ _MISSING = object()
 def attributes(value: Any) -> dict[str, Any]:
     held = {} if isinstance(value, AttrDict) else dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
-        for name, slot in vars(base).items():
-            if type(slot) is types.MemberDescriptorType and "__slots__" in vars(base):
-                found = slot.__get__(value) if _is_set(slot, value) else _MISSING
-                if base.__module__ != "numpy" and found is not _MISSING:
-                    held[f"{base.__name__}.{name}"] = found
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
+            if base.__module__ != "numpy" and (found := getattr(value, mangled, _MISSING)) is not _MISSING:
+                held[mangled] = found
     return held
-
-
-def _is_set(slot: Any, value: Any) -> bool:
-    try:
-        slot.__get__(value)
-    except AttributeError:
-        return False
-    return True
 
 
 ATOMS = {int, bool, float, complex, str, bytes, type(None)}

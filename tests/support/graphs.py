@@ -177,16 +177,6 @@ class AttrDict(dict[Any, Any]):
         self.__dict__ = self
 
 
-class Redeclared(Slotted):
-    """Has a slot that hides one of its base class."""
-
-    __slots__ = ("child",)
-
-    def bump(self, n: int) -> Any:
-        Slotted.child.__set__(self, n)  # type: ignore[attr-defined]
-        return super().bump(n)
-
-
 class SubGenerator(np.random.Generator):
     def __init__(self, bits: Any, child: Any) -> None:
         super().__init__(bits)
@@ -644,7 +634,6 @@ KINDS: dict[str, Any] = {
     "counter": lambda child, n: collections.Counter({n: 2, "a": 1}),
     "attribute dict": _late,
     "held attributes": _held_attributes,
-    "redeclared": Redeclared,
     "shared bits": _shared_bits,
     "late attributes": late_attributes,
     "surface": _surface,
