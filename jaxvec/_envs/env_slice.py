@@ -827,9 +827,9 @@ class EnvSlice(Slice):
         ]
 
     def _visit(self, states: Sequence[SlotState], visit: Callable[[StatefulEnv, EnvState], Any]) -> list[Any]:
-        """Calls a function that restores each state to an env of its kind, but to none of the slice.
+        """Calls a function that restores each state to an env of its kind.
 
-        A restore and a second one to what was before need not leave an env as it was: if the env refers to a
+        Not to one of the slice, because a second restore need not undo the first: if the env refers to a
         global object, it may then have a copy of that.
         """
         results: list[Any] = [None] * len(states)
