@@ -8,12 +8,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from zlib import crc32
 
 import cloudpickle
 import jax
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -197,6 +198,13 @@ def _workers_save_coverage() -> None:
                 process.wait(max(0, deadline - time.monotonic()))
 
         supervisor.Supervisor._dismiss = dismiss_and_wait
+
+
+@pytest.fixture
+def new_workers() -> Callable[[], list[psutil.Process]]:
+    """Returns a function that lists what is left of workers that were started during the test."""
+    before = {*scripts.workers()}
+    return lambda: [each for each in scripts.workers() if each not in before]
 
 
 @pytest.fixture(params=["process", "serial"])

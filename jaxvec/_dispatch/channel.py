@@ -107,6 +107,7 @@ class Channel(ParentChannel):
         self._socket = sock
         self.sending = threading.RLock()  # reentrant, because a signal handler may send, too
         self.descriptors: list[int] = []  # received descriptors, which the receiver removes
+        self._is_replacing = self._closed = False  # guarded by `sending`
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -165,12 +166,25 @@ class Channel(ParentChannel):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def replace(self, other: Channel) -> Channel:
-        os.dup2(other.fileno(), self.fileno(), inheritable=False)
+        # `close` in another thread waits for the lock: the number would be free, or that of another file. In
+        # a signal handler of this thread, it leaves the socket to this call.
+        with self.sending:
+            self._is_replacing = True
+            try:
+                if not self._closed:
+                    os.dup2(other.fileno(), self.fileno(), inheritable=False)
+            finally:
+                self._is_replacing = False
+                if self._closed:
+                    self._socket.close()
         other.close()
         return self
 
     def close(self) -> None:
-        self._socket.close()
+        with self.sending:
+            self._closed = True
+            if not self._is_replacing:
+                self._socket.close()
 
     def _send_all(self, data: bytes, deadline: float | None, descriptors: Sequence[int] = ()) -> None:
         """Sends `data`. A timeout of the socket would also apply to the receiving thread, so this polls."""

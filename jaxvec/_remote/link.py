@@ -564,6 +564,7 @@ class HostLauncher(Launcher):
         self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
         self._links: dict[int, HostLink] = {}  # latest link of each host, by number
         self._incarnations: Counter[int] = Counter()  # by worker
+        self._closed = False
 
     def partition(self, slices: Slices) -> Slices:
         # Ring only the first worker's doorbell for all slots of a host: its `Shipper` waits for that one.
@@ -574,6 +575,8 @@ class HostLauncher(Launcher):
         return tuple(parts)
 
     def launch(self, worker: int) -> tuple[RemoteWorker, RemoteWorker]:
+        if self._closed:  # by another thread
+            raise ConnectionError("the pool is closed")
         self._incarnations[worker] += 1
         number, group = next(each for each in enumerate(self._groups) if worker in each[1])
         link = self._links.get(number)
@@ -583,7 +586,8 @@ class HostLauncher(Launcher):
         return remote, remote
 
     def close(self) -> None:
-        for link in self._links.values():
+        self._closed = True
+        for link in [*self._links.values()]:
             link.close(timeout=1)
         self._links.clear()
         self._arrays = None

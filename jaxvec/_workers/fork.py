@@ -6,6 +6,7 @@ Pools with equal environment variables, preloaded modules and process identity s
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,10 @@ from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers import foreign
 from jaxvec._workers.base import Process, describe_exit
 from jaxvec._workers.forkserver import (
+    ABANDON,
     ANSWER,
     FORK,
-    PID,
+    NUMBER,
     REAP,
     Imports,
     ProcessContext,
@@ -52,28 +55,32 @@ _MAX_IDLE = 2  # servers without a pool that are kept for the next pools
 class ForkedWorker(Process):
     """A worker on this machine, forked by a server, and the leader of its own process group."""
 
-    def __init__(self, pid: int, pidfd: int, reap: Callable[[int], int | None]) -> None:
-        """Takes ownership of `pidfd`. `reap` reaps the pid, and returns its exit code if it is known."""
+    def __init__(self, pid: int, pidfd: int, server: _Server, number: int) -> None:
+        """Takes ownership of `pidfd`, and of the worker that `server` has forked under `number`."""
         self.pid = pid
         self._pidfd = pidfd
-        self._close = weakref.finalize(self, os.close, pidfd)
-        self._close.atexit = False  # pools that are closed at the program's end still wait with it
-        self._reap = reap
-        # Guards `_reaped`: once reaped, the pid may belong to another process, so no signal may be sent.
-        self._lock = threading.Lock()
+        # A handle may be dropped before it was waited for: after Ctrl-C, or if the process needs long to end.
+        self._dropped = weakref.finalize(self, _drop, pidfd, server, number)
+        self._dropped.atexit = False  # pools that are closed at the program's end still wait with it
+        self._reap: Callable[[], int | None] | None = partial(server.reap, number)  # once
+        # Guards `_reap` and `_reaped`: once reaped, the pid may belong to another process, so no signal may
+        # be sent. Reentrant, because a signal handler may close the pool while its thread holds it.
+        self._lock = threading.RLock()
         self._reaped = False
         self._exitcode: int | None = None
 
     def wait(self, timeout: float) -> bool:
         if not self._reaped and wait([self._pidfd], timeout):
             with self._lock:
-                if not self._reaped:
+                reap, self._reap = self._reap, None
+                if reap is not None:
                     self._kill()  # the processes that its envs have started
                     try:
-                        self._exitcode = self._reap(self.pid)
+                        self._exitcode = reap()
                     finally:
                         self._reaped = True
-                        self._close()
+                        self._dropped.detach()
+                        os.close(self._pidfd)
         return self._reaped
 
     def end(self) -> None:
@@ -91,13 +98,22 @@ class ForkedWorker(Process):
             os.killpg(self.pid, signal.SIGKILL)
 
 
+def _drop(pidfd: int, server: _Server, number: int) -> None:
+    # The garbage collector calls this in any thread, which may hold any lock.
+    os.close(pidfd)
+    server.abandon(number)
+
+
 class _Server:
     """The program's end of a fork server."""
 
     def __init__(self, env: Mapping[str, str], modules: tuple[str, ...], python: Any) -> None:
         self.users = 0  # number of pools; guarded by the module's `_lock`
-        self._lock = threading.Lock()  # guards the answers on `_requests`, and `_exitcodes`
-        self._exitcodes: dict[int, int] = {}  # by pid, of answers that an interrupted `reap` left
+        self.numbers = itertools.count()  # of the workers
+        self._program = os.getpid()
+        # Guards the answers on `_requests`, and `_exitcodes`. Reentrant, as `ForkedWorker._lock`.
+        self._lock = threading.RLock()
+        self._exitcodes: dict[int, int] = {}  # by number, of answers that an interrupted `reap` left
         # Seconds for an answer; 0 after a timeout, so that a stopped server delays `close` only once.
         # Guarded by `_lock`.
         self._patience = _ANSWER_TIMEOUT
@@ -115,32 +131,40 @@ class _Server:
             self._requests.close()
             raise
 
-    def fork(self, control: int, streams: Sequence[int]) -> None:
+    def fork(self, number: int, control: int, streams: Sequence[int]) -> None:
         """Requests a worker with this end of a control socket, where the server then answers."""
         if self._requests.fileno() < 0:  # another pool noticed its end, and closed it
             raise ConnectionError
         folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
-            socket.send_fds(self._requests, [FORK], [control, *streams, folder])
+            socket.send_fds(self._requests, [FORK + NUMBER.pack(number)], [control, *streams, folder])
         finally:
             os.close(folder)
 
-    def reap(self, pid: int) -> int | None:
+    def abandon(self, number: int) -> None:
+        """Leaves the end of a worker, which may be yet to be forked, to the server; does not wait."""
+        # A fork of the program may share the socket for a moment, and drops its copies of the handles.
+        if os.getpid() == self._program:
+            with suppress(OSError):  # the server has ended, or will after its workers
+                self._requests.send(ABANDON + NUMBER.pack(number), socket.MSG_DONTWAIT)
+
+    def reap(self, number: int) -> int | None:
         """Reaps a worker that has ended. Returns its exit code, or `None` if the server has ended, too."""
         with self._lock, suppress(OSError):
-            self._requests.send(REAP + PID.pack(pid))
+            self._requests.send(REAP + NUMBER.pack(number))
             # The answer to an interrupted call may come first.
-            while pid not in self._exitcodes:
+            while number not in self._exitcodes:
                 if not wait([self._requests], self._patience):
                     self._patience = 0
                     break
                 self._patience = _ANSWER_TIMEOUT
-                answer = self._requests.recv(ANSWER.size)
+                # Without waiting: a signal handler may have taken the answer in between.
+                answer = self._requests.recv(ANSWER.size, socket.MSG_DONTWAIT)
                 if not answer:
                     break
                 reaped, exitcode = ANSWER.unpack(answer)
                 self._exitcodes[reaped] = exitcode
-        return self._exitcodes.pop(pid, None)
+        return self._exitcodes.pop(number, None)
 
     def close(self) -> str:
         """Ends the server, if it has not ended, but not its workers. Returns how it ended."""
@@ -170,6 +194,7 @@ class Forker:
     def __init__(self, config: PoolConfig) -> None:
         self._workers, self._timeout = config.workers, config.timeouts.start
         self._server: _Server | None = None
+        self._closed = False  # these two guarded by the module's `_lock`
 
     def launch(self, streams: Sequence[int]) -> tuple[ForkedWorker, Channel]:
         env = environ(self._workers.env)
@@ -187,6 +212,7 @@ class Forker:
     def close(self) -> None:
         """Releases the server. A few idle ones are kept for later pools."""
         with _lock:
+            self._closed = True  # a thread that is in `launch` may not acquire a server from now on
             server, self._server = self._server, None
             if server is not None:
                 server.users -= 1
@@ -197,11 +223,12 @@ class Forker:
     def _launch(
         self, env: dict[str, str], deadline: float | None, streams: Sequence[int]
     ) -> tuple[ForkedWorker, Channel]:
+        server = self._acquire_server(env)
+        number = next(server.numbers)
         ours, theirs = channel_pair()
         try:
             try:
-                server = self._acquire_server(env)
-                server.fork(theirs, streams)
+                server.fork(number, theirs, streams)
             finally:
                 os.close(theirs)
             with suppress(EOFError):  # the server may have refused, and closed its end
@@ -216,14 +243,17 @@ class Forker:
                 if not isinstance(answer.error, OSError):  # of its imports: it will refuse every fork
                     self._discard_server()
                 raise answer.error
-            return ForkedWorker(answer.pid, ours.descriptors.pop(), server.reap), ours
-        except BaseException:
+            return ForkedWorker(answer.pid, ours.descriptors.pop(), server, number), ours
+        except BaseException:  # also a timeout, after which the server may still fork the worker
+            server.abandon(number)
             ours.close()
             raise
 
     def _acquire_server(self, env: dict[str, str]) -> _Server:
         """Returns the server of this pool, and starts it if necessary."""
         with _lock:
+            if self._closed:
+                raise ChildProcessError("the pool was closed meanwhile")
             if self._server is not None:
                 return self._server
             early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
@@ -240,7 +270,8 @@ class Forker:
         """Ends the server, if it has not ended, so that no pool uses it. Returns how it ended."""
         with _lock:
             server, self._server = self._server, None
-            assert server is not None
+            if server is None:  # the pool was closed meanwhile
+                return "was released"
             for key in [key for key, each in _servers.items() if each is server]:
                 del _servers[key]
             return server.close()

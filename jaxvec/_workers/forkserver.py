@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,19 +103,21 @@ def _ignored() -> set[int]:
 # Requests come over a SOCK_SEQPACKET socket, so each is one system call that Ctrl-C can't split. An answer
 # names its request, so that one left by an interrupted call is not taken for another:
 # - First message: a pickled `Imports`.
-# - FORK, with four descriptors: the worker's end of its control socket, stdout, stderr and working directory.
-#   The answer comes on the control socket: `Started` with a pidfd, or `Refused`. The worker then reads its
-#   `ProcessContext` there.
-# - REAP and the pid of a worker that has ended. The answer is its pid and exit code. Until then the worker is
-#   a zombie, so its pid and process group can't belong to another process.
+# - FORK and a number for the worker, with four descriptors: the worker's end of its control socket, stdout,
+#   stderr and working directory. The answer comes on the control socket: `Started` with a pidfd, or
+#   `Refused`. The worker then reads its `ProcessContext` there.
+# - REAP and the number of a worker that has ended. The answer is the number and its exit code. Until then the
+#   worker is a zombie, so its pid and process group can't belong to another process.
+# - ABANDON and the number of a worker that the program will not reap: its start was interrupted, or its
+#   handle is gone. The server kills it, and reaps it whenever it has ended. There is no answer.
 # Processes that envs have started end with their worker, even in sessions of their own. Each worker adopts
 # the orphans among its descendants, and the server those of a dead worker.
 # When the program closes the socket, the server ends after its last worker; when the program ends, it kills
 # them. It watches the program, too, since a process forked by C code may have inherited the lifeline.
 
-FORK, REAP = b"f", b"r"
-PID = struct.Struct("!i")
-ANSWER = struct.Struct("!ii")
+FORK, REAP, ABANDON = b"f", b"r", b"a"
+NUMBER = struct.Struct("!I")
+ANSWER = struct.Struct("!Ii")
 _MAX_MESSAGE = 1 << 18  # bytes; above the kernel's limit
 _POLL_INTERVAL_MS = 100
 
@@ -166,7 +168,8 @@ class _Server:
         self._requests = requests
         requests.set_inheritable(False)
         self._program = os.pidfd_open(program)  # alive, or the lifeline would have killed this process
-        self._workers: set[int] = set()
+        self._workers: dict[int, int] = {}  # process ids, by the program's numbers
+        self._abandoned: set[int] = set()  # numbers
         self._refusal = self._import(pickle.loads(requests.recv(_MAX_MESSAGE)))
         self._helpers = _children()  # processes that the imports have started
         _adopt_orphans()
@@ -179,18 +182,25 @@ class _Server:
         poll.register(self._program, select.POLLIN)
         poll.register(self._lifeline, 0)  # POLLHUP is reported in any case
         while True:
-            ready = [fd for fd, _ in poll.poll()]
+            ready = [fd for fd, _ in poll.poll(_POLL_INTERVAL_MS if self._abandoned else None)]
             if self._program in ready or self._lifeline in ready:
                 self._end()
+            self._abandoned = self._reap_ended(self._abandoned)
+            if not ready:
+                continue
             request, descriptors, _, _ = socket.recv_fds(self._requests, _MAX_MESSAGE, 4)
-            if request == FORK:
-                worker = self._fork(descriptors)
+            if not request:
+                self._drain(poll)
+            (number,) = NUMBER.unpack(request[1:])
+            if request[:1] == FORK:
+                worker = self._fork(number, descriptors)
                 if worker is not None:
                     return worker
             elif request[:1] == REAP:
-                self._reap(*PID.unpack(request[1:]))
-            else:
-                self._drain(poll)
+                self._reap(number)
+            elif number in self._workers:  # the server may have refused to fork it
+                self._kill(number)
+                self._abandoned.add(number)
 
     def _import(self, imports: Imports) -> Exception | None:
         """Imports the preloaded modules. Returns the error with which every fork is refused, if any."""
@@ -210,7 +220,7 @@ class _Server:
             return ThreadsError(f"its imports started {threads - 1} threads")
         return None
 
-    def _fork(self, descriptors: list[int]) -> Channel | None:
+    def _fork(self, number: int, descriptors: list[int]) -> Channel | None:
         """Forks and answers. Returns the control socket in the worker, and `None` in the server."""
         control, *others = descriptors
         channel = adopt_channel(control)
@@ -226,13 +236,13 @@ class _Server:
             if pid == 0:
                 self._become_worker(channel, *others)
                 return channel
-            self._workers.add(pid)
+            self._workers[number] = pid
             # The worker does this, too, but the program may kill its group before the worker first runs.
             with suppress(OSError):
                 os.setpgid(pid, pid)
             pidfds.append(os.pidfd_open(pid))
             answer = Started(pid)
-        with suppress(EOFError):  # the program no longer waits for it
+        with suppress(EOFError):  # the program no longer waits for it, and will abandon it
             channel.send(answer, descriptors=pidfds)
         channel.close()
         for descriptor in (*others, *pidfds):
@@ -260,11 +270,24 @@ class _Server:
         np.random.seed()  # every fork has the server's state; `random` reseeds itself after a fork
         multiprocessing.current_process().authkey = os.urandom(32)
 
-    def _reap(self, pid: int) -> None:
-        _, status = os.waitpid(pid, 0)
-        self._workers.remove(pid)
+    def _reap(self, number: int) -> None:
+        _, status = os.waitpid(self._workers[number], 0)
+        del self._workers[number]
         self._end_orphans()
-        self._requests.send(ANSWER.pack(pid, os.waitstatus_to_exitcode(status)))
+        self._requests.send(ANSWER.pack(number, os.waitstatus_to_exitcode(status)))
+
+    def _reap_ended(self, numbers: Collection[int]) -> set[int]:
+        """Reaps those of the workers that have ended, and returns the others."""
+        ended = {number for number in numbers if os.waitpid(self._workers[number], os.WNOHANG)[0]}
+        for number in ended:
+            del self._workers[number]
+        if ended:
+            self._end_orphans()
+        return {*numbers} - ended
+
+    def _kill(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._workers[number], signal.SIGKILL)
 
     def _drain(self, poll: select.poll) -> NoReturn:
         """Waits for the end of the workers after the program has closed the socket, and exits."""
@@ -272,23 +295,19 @@ class _Server:
         while self._workers:
             if poll.poll(_POLL_INTERVAL_MS):
                 self._end()
-            for pid in list(self._workers):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    self._workers.remove(pid)
-                    self._end_orphans()
+            self._reap_ended(self._workers)
         self._end()
 
     def _end(self) -> NoReturn:
-        for pid in self._workers:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        for number in self._workers:
+            self._kill(number)
         self._workers.clear()
         self._end_orphans()
         os._exit(0)
 
     def _end_orphans(self) -> None:
         # A child that is neither a worker nor a helper is an orphan, and may leave orphans of its own.
-        while orphans := _children() - self._workers - self._helpers:
+        while orphans := _children() - {*self._workers.values()} - self._helpers:
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,6 +67,7 @@ class LocalLauncher(Launcher):
         self._config = config
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config) if forks else Spawner(config)
+        self._launched = weakref.WeakSet[Process]()
         self._output = Output()
         if config.workers.output == "file":
             self._output = OutputFiles()
@@ -75,6 +77,7 @@ class LocalLauncher(Launcher):
     def launch(self, worker: int) -> tuple[Process, Channel]:
         with self._output.streams(worker) as streams:
             process, channel = self._launch(streams)
+            self._launched.add(process)
         process.output_advice = partial(self._output.advice, worker)
         return process, channel
 
@@ -92,6 +95,11 @@ class LocalLauncher(Launcher):
             return self._launcher.launch(streams)
 
     def close(self) -> None:
+        for process in [*self._launched]:
+            # All have ended, except for one of which Ctrl-C has kept the pool from learning. The traceback of
+            # the error that broke the pool may refer to it.
+            process.end()
+            process.wait(timeout=1)
         if isinstance(self._launcher, Forker):
             self._launcher.close()
         self._output.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import fcntl
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -44,6 +46,8 @@ class SpawnedWorker(Process):
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self.pid = process.pid
+        dropped = weakref.finalize(self, _drop, process, os.getpid())
+        dropped.atexit = False  # pools that are closed at the program's end still wait for it
 
     def ended(self) -> bool:
         if self._process.returncode is None:
@@ -65,11 +69,24 @@ class SpawnedWorker(Process):
 
     def end(self) -> None:
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            _kill(self._process)
 
     def ending(self) -> tuple[int | None, str]:
         return describe_exit(self.wait(timeout=1), self._process.returncode)
+
+
+def _drop(process: subprocess.Popen[bytes], program: int) -> None:
+    """Ends and reaps the process of a handle that was dropped before it was waited for."""
+    # The garbage collector calls this in any thread, which may hold any lock, also of `threading`. A fork of
+    # the program drops its copies of the handles.
+    if os.getpid() == program and process.returncode is None:
+        _kill(process)
+        _thread.start_new_thread(process.wait, ())
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class Spawner:
@@ -82,13 +99,13 @@ class Spawner:
         ours, theirs = channel_pair()
         try:
             env = environ(self._changes)
-            process = start("jaxvec._workers.worker", theirs, env=env, python=self._python, streams=streams)
+            module = "jaxvec._workers.worker"
+            return SpawnedWorker(start(module, theirs, env=env, python=self._python, streams=streams)), ours
         except BaseException:
             ours.close()
             raise
         finally:
             os.close(theirs)
-        return SpawnedWorker(process), ours
 
 
 def environ(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -41,6 +41,7 @@ from jaxvec._errors import (
     JaxvecError,
     NotPicklableError,
     NotReadyError,
+    PoolClosedError,
     SpaceMismatchError,
     WorkerDiedError,
 )
@@ -321,6 +322,7 @@ class Supervisor:
         self._grace = -math.inf
         self.diagnosis = Diagnosis(recipe.slices, self._processes, recovers=budget.policy is not None)
         self._segment = -1
+        self._ending = False  # `kill` or `close` was called, in any thread; set once
         try:
             for worker in range(len(recipe.slices)):
                 process, channel = self._launch(worker)
@@ -612,6 +614,7 @@ class Supervisor:
         """
         if self.diagnosis.arrays is None:
             raise error
+        self._check_open()
         for owner, host in self._hosts:
             if owner == worker:  # it may hang with an env that the worker waits for
                 host.end()
@@ -633,26 +636,39 @@ class Supervisor:
 
     def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
         """Kills a worker, unless it hosts envs, and starts a new process. Raises `error` if that fails."""
-        old = self._processes[worker]
+        self._check_open()
+        processes, channels = self._processes, self.channels  # `close` takes other lists
+        old = processes[worker]
         is_host = (worker, old) in self._hosts
         if not is_host:
             old.end()
-        self.channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
-        with self.channels[worker].sending:
+        channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
+        with channels[worker].sending:
             if error is not None and self._requested.pop(worker, None) is not None:
                 self._replaced[worker] = error
         if not is_host:
             old.wait(timeout=1)  # a process that is stuck in a system call ends later
         try:
-            self._processes[worker], channel = self._launch(worker)
+            processes[worker], channel = self._launch(worker)
         except ConnectionError as lost:
             raise error or self._died_error(worker) from lost
         except JaxvecError as failed:
             raise failed from error
-        self.channels[worker] = self.channels[worker].replace(channel)
+        channels[worker] = channels[worker].replace(channel)
+        # `close` waits for this thread, but not for long, so the pool may have been closed during the launch.
+        # `close` first sets `_ending`, and then ends the processes in the list; this thread first puts the
+        # process into the list, and then reads `_ending`. So at least one of them ends it.
+        if self._ending:
+            processes[worker].end()
+            processes[worker].wait(_KILL_TIMEOUT)
+            self._check_open()
         deadline = self._extend_start(worker)
         with suppress(EOFError):  # the next poll replaces it
             self._send(worker, protocol.make_setup(self._recipe, worker, learn_info=False), deadline)
+
+    def _check_open(self) -> None:
+        if self._ending:
+            raise PoolClosedError("the pool was closed while a worker was replaced")
 
     def _record(self, worker: int, error: JaxvecError) -> None:
         """Writes the record of the env that a dead or late worker runs, and names the file in `error`."""
@@ -785,11 +801,13 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kills the workers and all processes of their envs at once. Any thread may call it."""
+        self._ending = True
         for process in self._all_processes():
             process.end()
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         """Closes the envs, and kills workers that need more than `timeout` seconds; see `WorkerGroup`."""
+        self._ending = True
         try:
             self._dismiss(timeout, tell=tell)
         finally:  # also after Ctrl-C
@@ -806,6 +824,8 @@ class Supervisor:
             stack.callback(self._launcher.close)
             for channel in self.channels:
                 stack.callback(channel.close)
+            for channel in self.channels:  # ends sends of other threads, which hold a lock that `close` needs
+                stack.callback(channel.break_off)
             processes = self._all_processes()
             for process in processes:
                 stack.callback(process.wait, timeout=_KILL_TIMEOUT)

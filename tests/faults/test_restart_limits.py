@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
@@ -18,7 +19,8 @@ import psutil
 import pytest
 from gymnasium import spaces
 from support import probe
-from support.scripts import gone, workers
+from support.disasters import PATIENCE, Background, wait_until
+from support.scripts import gone
 from test_restarts import (  # noqa: F401
     FAULTS,
     FREE,
@@ -38,8 +40,22 @@ from test_restarts import (  # noqa: F401
 import jaxvec
 from jaxvec import _config
 from jaxvec._vector_env import pool_of
+from jaxvec._workers import fork
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
+
+start_methods = pytest.mark.parametrize(
+    "start_method",
+    [
+        pytest.param(
+            "forkserver",
+            marks=pytest.mark.skipif(
+                fork.reason_unavailable() is not None, reason=str(fork.reason_unavailable())
+            ),
+        ),
+        "spawn",
+    ],
+)
 
 # --- Limits ------------------------------------------------------------------------------------
 
@@ -264,9 +280,92 @@ def test_each_restart_is_logged_with_its_cause(make, caplog):
     assert "worker 0 recovers from fault 1: env 0 (worker 0) raised ValueError in step" in record.message
 
 
-def test_close_during_a_restart_leaves_nothing(make):
-    """The session's watch for leftovers sees what is left."""
+def make_fragile(make, start_method):
+    workers = jaxvec.Workers(num=2, start_method=start_method)
+    envs = make(lambda: FragileEnv(kill), 2, workers=workers, on_fault=FREE)
+    envs.reset()
+    return envs
 
+
+@start_methods
+@pytest.mark.parametrize("launched", [False, True])
+def test_close_during_a_launch_reaps_its_process(make, new_workers, start_method, launched):
+    """`close` waits less long than the launch of a replacement may take."""
+    envs = make_fragile(make, start_method)
+    launching, closed = threading.Event(), threading.Event()
+
+    def launch(original, worker):
+        started = original(worker) if launched else None
+        launching.set()
+        assert closed.wait(PATIENCE)
+        return started or original(worker)
+
+    probe.wrap_launch(envs, launch)
+    step = Background(partial(envs.step, [HARM, 1]))
+    assert launching.wait(PATIENCE)
+    envs.close()
+    closed.set()
+    with pytest.raises(jaxvec.PoolClosedError):
+        step.result()
+    wait_until(lambda: new_workers() == [])
+
+
+@start_methods
+@pytest.mark.parametrize("launched", [False, True])
+def test_close_in_a_signal_handler_reaps_a_launch(make, new_workers, start_method, launched):
+    envs = make_fragile(make, start_method)
+
+    def launch(original, worker):
+        started = original(worker) if launched else None
+        signal.raise_signal(signal.SIGUSR1)
+        return started or original(worker)
+
+    probe.wrap_launch(envs, launch)
+    before = signal.signal(signal.SIGUSR1, lambda *_: envs.close())
+    try:
+        with pytest.raises(jaxvec.PoolClosedError):
+            envs.step([HARM, 1])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert envs.closed
+    wait_until(lambda: new_workers() == [])
+
+
+@start_methods
+def test_ctrl_c_during_a_launch_leaves_no_worker(make, new_workers, start_method):
+    envs = make_fragile(make, start_method)
+
+    def launch(original, worker):
+        started = original(worker)
+        if started:  # the error's traceback refers to it
+            raise KeyboardInterrupt
+
+    probe.wrap_launch(envs, launch)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        envs.step([HARM, 1])
+    envs.close()
+    wait_until(lambda: new_workers() == [])
+    assert pool_of(envs).state.broken_by is caught.value
+
+
+@start_methods
+@pytest.mark.parametrize("ended_by", ["restart", "close"])
+def test_worker_that_ends_too_late_is_reaped(make, monkeypatch, new_workers, start_method, ended_by):
+    envs = make_fragile(make, start_method)
+    (process,) = {type(each) for each in probe.supervisor(envs)._processes}
+    with monkeypatch.context() as patch:  # whoever waits for it gives up
+        patch.setattr(process, "wait", lambda self, timeout: False)
+        patch.setattr(process, "ended", lambda self: False)
+        if ended_by == "restart":
+            assert envs.step([HARM, 1]).info["fault"].tolist() == [True, False]
+            wait_until(lambda: len(new_workers()) == 2)
+        else:
+            envs.close()
+    envs.close()
+    wait_until(lambda: new_workers() == [])
+
+
+def test_close_during_a_restart_leaves_nothing(make, new_workers):
     def slow():
         if os.environ.get("JAXVEC_SLOW"):
             signal.pause()
@@ -276,26 +375,14 @@ def test_close_during_a_restart_leaves_nothing(make):
     envs.reset()
     os.environ["JAXVEC_SLOW"] = "1"  # workers that are started from now on hang
     try:
-        outcome: list[BaseException] = []
-
-        def step():
-            try:
-                envs.step([HARM, 1])
-            except BaseException as error:
-                outcome.append(error)
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        supervisor = probe.supervisor(envs)
-        while not supervisor.starting:
-            thread.join(0.01)
-            assert thread.is_alive()
+        step = Background(partial(envs.step, [HARM, 1]))
+        wait_until(lambda: probe.supervisor(envs).starting)
         envs.close()
-        thread.join(10)
+        with pytest.raises(jaxvec.PoolClosedError):
+            step.result()
     finally:
         del os.environ["JAXVEC_SLOW"]
-    assert isinstance(outcome[0], jaxvec.PoolClosedError)
-    assert workers() == []
+    assert new_workers() == []
 
 
 def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):

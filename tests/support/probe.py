@@ -5,7 +5,9 @@ Each function takes a `VectorEnv` or its `Pool`, unless its name says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -76,6 +78,12 @@ def pids(envs: jaxvec.VectorEnv | Pool) -> list[int]:
 def hosts(envs: jaxvec.VectorEnv | Pool) -> list[int]:
     """Returns the process ids of recycled workers that step some envs to the ends of their episodes."""
     return [host.pid for _, host in supervisor(envs)._hosts]
+
+
+def wrap_launch(envs: jaxvec.VectorEnv | Pool, wrapper: Callable[..., Any]) -> None:
+    """Replaces the launch of workers by `wrapper(launch, worker)`."""
+    launcher = supervisor(envs)._launcher
+    launcher.launch = partial(wrapper, launcher.launch)
 
 
 def array(envs: jaxvec.VectorEnv | Pool, name: str) -> Any:
