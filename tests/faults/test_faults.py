@@ -45,7 +45,7 @@ from support.disasters import (
     waiting_for,
     within,
 )
-from support.scripts import end, run_script, workers
+from support.scripts import end, run_script
 
 import jaxvec
 from jaxvec._workers import supervisor
@@ -553,7 +553,7 @@ def test_a_call_to_a_stopped_worker_times_out(make, size, dispatch):
 # --- Constructors -----------------------------------------------------------------------------
 
 
-def test_a_slow_constructor_and_a_slow_reset_time_out(make):
+def test_a_slow_constructor_and_a_slow_reset_time_out(make, new_workers):
     def slow(env_id):
         if env_id == 3:
             signal.pause()
@@ -561,7 +561,7 @@ def test_a_slow_constructor_and_a_slow_reset_time_out(make):
 
     with pytest.raises(jaxvec.EnvTimeoutError, match=r"constructor timed out after 4 s.* envs 2, 3"):
         make(slow, 4, start_timeout=4)
-    assert workers() == []
+    assert new_workers() == []
     envs = make(failing("reset", signal.pause, victim=0), 2, num_workers=2, reset_timeout=1.0)
     with pytest.raises(
         jaxvec.EnvTimeoutError,
@@ -571,18 +571,18 @@ def test_a_slow_constructor_and_a_slow_reset_time_out(make):
 
 
 @pytest.mark.parametrize("victim", range(4))
-def test_the_env_whose_constructor_fails_is_named(backend, victim):
+def test_the_env_whose_constructor_fails_is_named(backend, victim, new_workers):
     with pytest.raises(jaxvec.EnvError, match=f"env {victim} .*in constructor: bad luck") as caught:
         jaxvec.make(failing("constructor", FAILURES["picklable"][0], victim), 4, backend=backend)
     assert caught.value.env_id == victim
-    assert workers() == []
+    assert new_workers() == []
 
 
 SPACES = {"observation_space": spaces.Box(0, 1, (2,)), "action_space": spaces.Discrete(2)}
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_an_env_without_a_space_is_an_env_error(backend, name):
+def test_an_env_without_a_space_is_an_env_error(backend, name, new_workers):
     whole, rest = (type("Bare", (gymnasium.Env,), {**SPACES}) for _ in range(2))
     delattr(rest, name)
     text = rf"env 1 .*raised AttributeError in {name}: 'Bare' object has no attribute '{name}'"
@@ -590,11 +590,11 @@ def test_an_env_without_a_space_is_an_env_error(backend, name):
         jaxvec.make([whole, rest], backend=backend)
     assert (caught.value.env_id, caught.value.operation) == (1, name)
     assert isinstance(caught.value.__cause__, AttributeError)
-    assert workers() == []
+    assert new_workers() == []
 
 
 @pytest.mark.parametrize("name", [*SPACES, "reward_space", "metadata", "render_mode"])
-def test_a_space_that_raises_is_an_env_error(backend, name):
+def test_a_space_that_raises_is_an_env_error(backend, name, new_workers):
     closed: list[Any] = []
 
     def read(env):
@@ -607,11 +607,11 @@ def test_a_space_that_raises_is_an_env_error(backend, name):
         jaxvec.make(env, 2, num_workers=1, backend=backend)
     assert "in read" in caught.value.remote_traceback
     assert isinstance(caught.value.__cause__, LookupError)
-    assert workers() == []
+    assert new_workers() == []
     assert len(closed) == (2 if backend == "serial" else 0)  # workers have lists of their own
 
 
-def test_an_attribute_that_raises_once_spaces_are_known(backend):
+def test_an_attribute_that_raises_once_spaces_are_known(backend, new_workers):
     class Painter(CountingEnv):
         @property
         def set_observation_buffer(self):
@@ -619,10 +619,10 @@ def test_an_attribute_that_raises_once_spaces_are_known(backend):
 
     with pytest.raises(jaxvec.EnvError, match="env 0 .*raised LookupError in constructor: no simulator"):
         jaxvec.make(Painter, 2, num_workers=1, backend=backend)
-    assert workers() == []
+    assert new_workers() == []
 
 
-def test_a_failed_constructor_does_not_wait_for_a_slow_one():
+def test_a_failed_constructor_does_not_wait_for_a_slow_one(new_workers):
     def make_env(env_id):
         if env_id == 0:
             signal.pause()
@@ -630,7 +630,7 @@ def test_a_failed_constructor_does_not_wait_for_a_slow_one():
 
     with pytest.raises(jaxvec.EnvError, match="env 2 .*in constructor: bad luck"):
         jaxvec.make(make_env, 4, num_workers=2, timeouts=jaxvec.Timeouts(start=40))
-    assert workers() == []
+    assert new_workers() == []
 
 
 def test_a_constructor_may_be_slow(drive, tmp_path):

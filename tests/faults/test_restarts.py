@@ -14,7 +14,6 @@ import psutil
 import pytest
 from support import probe
 from support.disasters import wait_until_dead
-from support.scripts import workers
 
 import jaxvec
 from jaxvec import _native
@@ -319,7 +318,7 @@ def test_hanging_constructor_in_a_replacement_is_retried(make, face, left, caplo
     envs.reset()
     give_replacements(envs, 1)
     fail(left, 1)
-    workers()[0].kill()
+    probe.processes(envs)[0].kill()
     with caplog.at_level(logging.WARNING, "jaxvec"):
         timesteps = rollout(envs, face, np.ones((2, 2), int))
     assert timesteps.obs[-1, :, 2].tolist() == [2, 2]
@@ -333,7 +332,7 @@ def test_hanging_constructor_in_a_replacement_raises_at_the_limit(make, left):
     envs.reset()
     give_replacements(envs, 0.1)
     fail(left, 1)
-    workers()[0].kill()
+    probe.processes(envs)[0].kill()
     with pytest.raises(
         jaxvec.EnvTimeoutError,
         match=r"(?s)replacement of worker 0 \(envs 0, 1\) did not start within 0\.1 s.*max_restarts is 1",
@@ -391,7 +390,7 @@ def test_a_constructor_that_fails_is_tried_again_within_the_limits(make, left):
     envs = make(lambda: Flaky(left, "constructor", throw), 1, on_fault=FREE)
     envs.reset()
     fail(left, 2)
-    (worker,) = workers()
+    (worker,) = probe.processes(envs)
     worker.kill()
     assert envs.step([1]).info["fault"].tolist() == [True]
     assert envs.stats().total.restarts == 3
