@@ -7,10 +7,13 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 from support import probe
+from support.disasters import wait_until
 
 import jaxvec
 from jaxvec import _stats
@@ -34,19 +37,41 @@ def grown(values, interval=15.0):
 # --- Statistics of processes ----------------------------------------------------------------------------
 
 
-def test_stats_show_the_process_of_each_worker():
-    with jaxvec.make(CountingEnv, 4, num_workers=2) as envs:
-        envs.reset(seed=0)
-        for worker, pid in zip(envs.stats().workers, probe.pids(envs), strict=True):
-            process, expected = worker.process, psutil.Process(pid)
-            assert process.pid == pid
-            assert abs(process.memory - expected.memory_info().rss) < 5 * MB
-            assert 0 < process.proportional_memory <= process.memory
-            assert process.descriptors == expected.num_fds()
-            assert process.threads == expected.num_threads()
-            assert process.children == process.growth == worker.recycled == 0
-            assert 0 <= process.age < 600
-        assert envs.stats().total.process is None
+@pytest.fixture
+def stop():
+    """Stops all threads of a process until the end of the test; a worker starts and ends some at any time."""
+    stopped = []
+
+    def stop(process):
+        def states():
+            with suppress(OSError):  # a thread has ended
+                stats = [path.read_text() for path in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+                return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+        stopped.append(process)
+        process.suspend()
+        wait_until(lambda: states() == {"T"})
+
+    yield stop
+    for process in stopped:
+        process.resume()
+
+
+def test_stats_show_the_process_of_each_worker(make, stop):
+    envs = make(CountingEnv, 4, num_workers=2)
+    envs.reset(seed=0)
+    for process in probe.processes(envs):
+        stop(process)
+    for worker, pid in zip(envs.stats().workers, probe.pids(envs), strict=True):
+        process, expected = worker.process, psutil.Process(pid)
+        assert process.pid == pid
+        assert abs(process.memory - expected.memory_info().rss) < 5 * MB
+        assert 0 < process.proportional_memory <= process.memory
+        assert process.descriptors == expected.num_fds()
+        assert process.threads == expected.num_threads()
+        assert process.children == process.growth == worker.recycled == 0
+        assert 0 <= process.age < 600
+    assert envs.stats().total.process is None
     with jaxvec.make(CountingEnv, 2, backend="serial") as envs:
         assert envs.stats().workers[0].process is None
 
