@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support import probe
+from support.disasters import PATIENCE
 
 import jaxvec
 from jaxvec._vector_env import pool_of
@@ -264,7 +265,7 @@ def test_threads_that_reset_as_many_lanes_start_one_pool(make):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert failures == []
     assert sorted(env.pools) == [1, 3]
     assert env.pools[3].get_attr("resets") == (2,) * 3

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from support import disasters, probe
 from support.disasters import (
+    PATIENCE,
     TWO_WAYS,
     WAYS,
     Background,
@@ -172,7 +173,7 @@ def test_close_while_steps_go_on_ends_them(drive):
             started.set()
 
     steps = Background(step)
-    assert started.wait(20)
+    assert started.wait(PATIENCE)
     assert_closes(driver)
     with pytest.raises(jaxvec.PoolClosedError):
         steps.result()

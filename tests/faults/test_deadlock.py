@@ -27,13 +27,14 @@ SCRIPT = """
     import sys, threading
     import jax, jax.numpy as jnp
     import jaxvec
+    from support.disasters import PATIENCE
     from test_deadlock import WIDTH, Wide
 
     jaxvec.config.transport = sys.argv[1].split()[-1]
     if sys.argv[1] == "jax's io_callback":
         from jaxvec.callbacks import _io_callback
         _io_callback._emit = None
-    envs = jaxvec.make(Wide, 4)
+    envs = jaxvec.make(Wide, 4, timeouts=jaxvec.Timeouts(*[PATIENCE] * 3))
     handle, timestep = jaxvec.reset(envs)
     matrix = jnp.ones((300, 300))
     busy = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y @ y / 300, x))
@@ -87,7 +88,7 @@ def test_a_megabyte_passes_while_other_threads_dispatch(transport):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert (done.stdout, done.stderr) == ("done\n", "")

@@ -559,6 +559,7 @@ def test_a_slow_constructor_and_a_slow_reset_time_out(make, new_workers):
             signal.pause()
         return CountingEnv()
 
+    make(CountingEnv, 1).close()  # the start of a fork server would take of the time, too
     with pytest.raises(jaxvec.EnvTimeoutError, match=r"constructor timed out after 4 s.* envs 2, 3"):
         make(slow, 4, start_timeout=4)
     assert new_workers() == []
@@ -629,7 +630,7 @@ def test_a_failed_constructor_does_not_wait_for_a_slow_one(new_workers):
         return FailingEnv(env_id, "constructor", FAILURES["picklable"][0])
 
     with pytest.raises(jaxvec.EnvError, match="env 2 .*in constructor: bad luck"):
-        jaxvec.make(make_env, 4, num_workers=2, timeouts=jaxvec.Timeouts(start=40))
+        jaxvec.make(make_env, 4, num_workers=2, timeouts=jaxvec.Timeouts(start=disasters.PATIENCE))
     assert new_workers() == []
 
 

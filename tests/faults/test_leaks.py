@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from support.disasters import WAYS, Driver, failing, wait_until
+from support.disasters import PATIENCE, WAYS, Driver, failing, wait_until
 from support.scripts import STEPPING, end, gone, read_pids, run_script, shared_names, workers
 
 import jaxvec
@@ -222,7 +222,7 @@ class Env(gymnasium.Env):
 jaxvec.config.dispatch = {dispatch!r}
 
 def make():
-    return jaxvec.make(Env, {envs}, num_workers=2, timeouts=jaxvec.Timeouts(start=20))
+    return jaxvec.make(Env, {envs}, num_workers=2, timeouts=jaxvec.Timeouts(start={patience}))
 
 make().close()
 if not {kept}:
@@ -259,11 +259,11 @@ def run_limited(dispatch, limit, value, size=4, envs=2, kept=True):
         kept: whether the fork server that the workers come from is older than the limit.
     """
     source = textwrap.dedent(LIMITED).format(
-        dispatch=dispatch, limit=limit, value=value, size=size, envs=envs, kept=kept
+        dispatch=dispatch, limit=limit, value=value, size=size, envs=envs, kept=kept, patience=PATIENCE
     )
     shm = shared_names()
     script = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=500, check=False
     )
     assert script.returncode == 0, script.stderr
     error, left, again = script.stdout.splitlines()

@@ -154,12 +154,14 @@ def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, dispatch, e
         def end(self, how):
             {"kill": kill, "hang": signal.pause, "": lambda: None}[how]()
 
-    envs = make(Env, 2, num_workers=2, on_fault=FREE, step_timeout=1.0, dispatch=dispatch)
+    timeout = PATIENCE if end == "kill" else 1.0
+    envs = make(Env, 2, num_workers=2, on_fault=FREE, step_timeout=timeout, dispatch=dispatch)
     envs.reset(seed=0)
     kind = jaxvec.WorkerDiedError if end == "kill" else jaxvec.EnvTimeoutError
     with pytest.raises(kind):
         envs.call("end", end)
     assert pool_of(envs).state.broken_by is None
+    probe.set_timeouts(envs, PATIENCE, PATIENCE, PATIENCE)
     assert envs.call("end", "") == (None, None)
     assert envs.step([1, 1]).info["fault"].all()
     assert not envs.step([1, 1]).info["fault"].any()
@@ -401,7 +403,7 @@ def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
     while worker.readable():  # wakes for what was received
         worker.receive()
     envs.send([HARM], [0])
-    assert select.select([worker], [], [], 10)[0]  # its report is still unread
+    assert select.select([worker], [], [], PATIENCE)[0]  # its report is still unread
     assert envs.call("steps") == (0, 0)
     assert envs.recv().info["fault"].tolist() == [True]
     assert envs.stats().total.restarts == 1

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from support import probe
-from support.disasters import wait_until
+from support.disasters import PATIENCE, wait_until
 
 import jaxvec
 from jaxvec import _native
@@ -60,6 +60,7 @@ def test_replaced_worker_leaves_its_stack_in_last_error(make):
     envs.reset(seed=0)
     assert envs.step([0, 7]).info["fault"].tolist() == [False, True]
     assert "wait_for_a_door" in str(probe.workers(envs).last_errors[1])
+    probe.set_timeouts(envs, PATIENCE, PATIENCE, PATIENCE)
     assert envs.step([0, 0]).reward.tolist() == [2.0, 1.0]
 
 

@@ -262,7 +262,7 @@ def test_the_host_has_the_same_verbs_from_any_thread(make, how):
 
     thread = threading.Thread(target=act)
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert not errors
     assert envs.reset().obs.shape == (3, 4)
     assert envs.get_attr("steps") == tuple(steps[i] for i in range(6))
@@ -280,7 +280,7 @@ def test_one_thread_sends_while_another_receives(make, tmp_path):
         threading.Event().wait(0.001)
     envs.send([0], [1])  # is not held up by it
     (tmp_path / "open").touch()
-    receiver.join(20)
+    receiver.join(PATIENCE)
     assert got == [[0]]
     assert envs.recv().info["env_id"].tolist() == [1]
 

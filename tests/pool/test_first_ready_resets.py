@@ -203,7 +203,7 @@ def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, disp
     with pytest.raises(jaxvec.PendingEnvError):
         envs.step([0, 0])
     gate.touch()
-    assert envs.recv(timeout=20).obs.tolist() == [[1, 1, 1, 7], [1, 1, 1, 0]]
+    assert envs.recv(timeout=PATIENCE).obs.tolist() == [[1, 1, 1, 7], [1, 1, 1, 0]]
     assert envs.step([1, 2]).obs[:, 3].tolist() == [1, 2]  # no stale row
 
 

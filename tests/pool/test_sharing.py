@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.disasters import WAYS, Background, _step, in_two_ways, throw
+from support.disasters import PATIENCE, WAYS, Background, _step, in_two_ways, throw
 from support.scripts import end, gone, read_pids, run_script
 
 import jaxvec
@@ -92,12 +92,12 @@ def test_a_pool_made_in_a_thread_outlives_the_thread(drive):
 
 def test_a_pool_is_made_driven_and_closed_by_different_threads(drive):
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        driver = first.submit(drive, CountingEnv).result(30)
-        second.submit(driver.reset).result(30)
+        driver = first.submit(drive, CountingEnv).result(PATIENCE)
+        second.submit(driver.reset).result(PATIENCE)
         for steps in range(1, 11):
             thread = (first, second)[steps % 2]
-            assert thread.submit(driver.step).result(30)[:, 1].tolist() == [steps] * 4
-        second.submit(driver.close).result(30)
+            assert thread.submit(driver.step).result(PATIENCE)[:, 1].tolist() == [steps] * 4
+        second.submit(driver.close).result(PATIENCE)
 
 
 def test_several_threads_step_one_pool_in_turn_on_the_host(make):
@@ -136,7 +136,7 @@ def test_of_several_threads_with_one_handle_all_but_one_are_refused(drive):
 
 
 def stepped_or_stale(handle, barrier):
-    barrier.wait(20)
+    barrier.wait(PATIENCE)
     try:
         jax.block_until_ready(_step(handle, jnp.zeros(4, int), times=1))
     except jax.errors.JaxRuntimeError as error:  # typed for all threads but once, so not here

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import probe
+from support.disasters import PATIENCE
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -86,7 +87,7 @@ def test_every_pool_ends_well_or_says_why_not(make, fate):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(PATIENCE)
     assert len(outcomes) == POOLS
     for outcome in outcomes.values():
         assert re.search(expected, outcome), outcome

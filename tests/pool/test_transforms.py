@@ -20,6 +20,7 @@ from jax.experimental import io_callback
 from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.disasters import PATIENCE
 
 import jaxvec
 from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
@@ -555,7 +556,7 @@ def test_threads_with_a_handle_each_step_their_envs(make, transport):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     for i, last in enumerate(lasts):
         np.testing.assert_array_equal(last[:, 3], i)
     assert envs.get_attr("steps") == (200,) * 8

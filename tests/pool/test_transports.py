@@ -232,11 +232,13 @@ def test_a_step_without_trouble_under_disabled_asks_for_resets(native, monkeypat
 
 
 class SlowEnv(CountingEnv):
-    """Its steps with action 7 wait for longer than a program waits without Python."""
+    """Its steps with action 7 or 8 wait for longer than a program waits without Python."""
 
     def step(self, action):
         if action == 7:
             threading.Event().wait(0.5)
+        if action == 8:
+            threading.Event().wait(1.8)
         return super().step(action)
 
 
@@ -253,13 +255,13 @@ def test_a_slow_step_is_ended_by_python(native, monkeypatch):
 
 
 def test_a_program_that_waits_counts_its_seconds_once(native):
-    envs = native(SlowEnv, 2, step_timeout=0.3)
+    envs = native(SlowEnv, 2, step_timeout=1.0)  # twice this time would be enough for the step
     handle, _ = jaxvec.reset(envs)
     with (
-        pytest.raises(jaxvec.EnvTimeoutError, match="step timed out after 0.3 s. Still running: env 0 "),
+        pytest.raises(jaxvec.EnvTimeoutError, match="step timed out after 1.0 s. Still running: env 0 "),
         envs,
     ):
-        jax.block_until_ready(step(handle, jnp.full(2, 7)))
+        jax.block_until_ready(step(handle, jnp.full(2, 8)))
 
 
 BAD_CALLS = {
@@ -381,7 +383,7 @@ def test_close_ends_a_program_in_another_thread(make):
     while probe.engine(envs).generation[0] < 100:
         began.wait(0.01)
     envs.close()
-    thread.join(20)
+    thread.join(disasters.PATIENCE)
     assert not thread.is_alive()
     assert "PoolClosedError" in str(errors[0])
 
@@ -403,7 +405,7 @@ def test_threads_step_their_own_pools_and_share_one_by_its_handle(make):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(disasters.PATIENCE)
     assert [outcomes[1], outcomes[2]] == [500, 500]
     # Of the two that hold pool 0's handle one is the first, and the other's is stale.
     one, other = sorted((outcomes[0], outcomes[3]), key=lambda outcome: isinstance(outcome, RuntimeError))

@@ -16,6 +16,8 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
+from support import probe
+from support.disasters import PATIENCE
 from test_states import ACTIONS, counting, equal, pool  # noqa: F401
 
 import jaxvec
@@ -203,14 +205,17 @@ class Stuck(CountingEnv):
 
 
 def test_a_simulation_that_hangs_names_the_env(make):
-    envs = make(Stuck, 4, num_workers=2, states=20, on_fault="restart", step_timeout=1)
+    envs = make(Stuck, 4, num_workers=2, states=20, on_fault="restart")
     envs.reset()
     state = envs.save()
+    envs.simulate(state, np.zeros(4, int))  # what a worker imports for it is not in its time below
+    probe.set_timeouts(envs, PATIENCE, PATIENCE, 1)
     with pytest.raises(
         jaxvec.EnvTimeoutError, match=r"simulate timed out .* env 3 \(worker 1, simulating\)"
     ) as caught:
         envs.simulate(state, np.array([0, 0, 0, 8]))
     assert caught.value.env_ids == (3,)
+    probe.set_timeouts(envs, PATIENCE, PATIENCE, PATIENCE)
     assert envs.step(np.zeros(4, int)).info["fault"].tolist() == [False, False, True, True]
 
 

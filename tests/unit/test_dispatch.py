@@ -233,7 +233,7 @@ def test_threads_that_wait_for_steps_get_short_slices(make, monkeypatch, setting
         return slice_of_thread(), slice_of_child()
 
     with ThreadPoolExecutor(1) as pool:
-        here = pool.submit(step).result(60)
+        here = pool.submit(step).result(disasters.PATIENCE)
     there = envs.map(lambda env: (slice_of_thread(), slice_of_child()), indices=0)
     expected = 100_000 if setting is None else default
     assert (here, there) == ((expected, default), ((expected, default),))
@@ -302,4 +302,4 @@ def test_a_request_that_is_being_written_is_not_received(kind):
         receiving = pool.submit(end.receive)
         marks.requested[2:] = requests(np.array([3, 4]), Verb.STEP)
         marks.target[1] += 1
-        assert receiving.result(60).slots.tolist() == [0, 1, 2, 3]
+        assert receiving.result(disasters.PATIENCE).slots.tolist() == [0, 1, 2, 3]

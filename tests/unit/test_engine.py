@@ -92,7 +92,7 @@ class Threads:
             channel.shut()
             self._end.notify_worker(worker)
         for thread in self._threads:
-            thread.join(60)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         for channel in self._channels:
             channel.close()
