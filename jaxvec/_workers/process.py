@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -67,7 +66,7 @@ class LocalLauncher(Launcher):
         self._config = config
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config) if forks else Spawner(config)
-        self._launched = weakref.WeakSet[Process]()
+        self._latest: dict[int, tuple[Process, Channel]] = {}  # by worker
         self._output = Output()
         if config.workers.output == "file":
             self._output = OutputFiles()
@@ -77,7 +76,7 @@ class LocalLauncher(Launcher):
     def launch(self, worker: int) -> tuple[Process, Channel]:
         with self._output.streams(worker) as streams:
             process, channel = self._launch(streams)
-            self._launched.add(process)
+            self._latest[worker] = process, channel
         process.output_advice = partial(self._output.advice, worker)
         return process, channel
 
@@ -95,10 +94,12 @@ class LocalLauncher(Launcher):
             return self._launcher.launch(streams)
 
     def close(self) -> None:
-        for process in [*self._launched]:
+        latest, self._latest = self._latest, {}
+        for process, channel in [*latest.values()]:
             # All have ended, except for one of which Ctrl-C has kept the pool from learning. The traceback of
             # the error that broke the pool may refer to it.
             process.end()
+            channel.close()
             process.wait(timeout=1)
         if isinstance(self._launcher, Forker):
             self._launcher.close()
