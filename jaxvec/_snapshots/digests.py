@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
@@ -31,6 +32,7 @@ import numpy as np
 
 from jaxvec._snapshots import arrays, node_types, snapshot
 from jaxvec._snapshots.nodes import (
+    ATOMS,
     SAVE_FUNCTIONS,
     CannotCopy,
     Node,
@@ -313,6 +315,11 @@ class DigestTaker:
             target = None
         self._value(target)
 
+    def _partial(self, value: partial[Any]) -> None:
+        # Its own protocol tells an object without a `__dict__` from one with an empty one.
+        self._values((value.func, value.args, value.keywords))
+        self._fields(value)
+
     def _mapping_proxy(self, value: Any) -> None:
         (mapping,) = gc.get_referents(value)
         self._write("proxy")
@@ -450,6 +457,7 @@ class DigestTaker:
     }
     _walks_of_subclasses: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         Node: _node,
+        partial: _partial,
         np.void: _record,
         np.ndarray: _array,
         arrays.CData: _buffer,
@@ -512,7 +520,8 @@ def _base_of(value: Any, bases: tuple[type, ...]) -> Any:
 
 
 def _rule_of(value: Any) -> Callable[[Saver, Any], Any]:
-    return SAVE_FUNCTIONS.get(type(value)) or snapshot.find(type(value), value)
+    kind = type(value)
+    return save_atom if kind in ATOMS else SAVE_FUNCTIONS.get(kind) or snapshot.find(kind, value)
 
 
 def _is_local(kind: type) -> bool:

@@ -733,7 +733,7 @@ def save_reduced(saver: Saver, value: Any) -> Any:
     except Exception as error:
         raise CannotCopy(f"{name_of(type(value))} can't be copied ({error})") from error
     if isinstance(reduced, str):
-        if is_global(value):
+        if is_global(value, reduced):
             return value
         raise CannotCopy(f"{name_of(type(value))} can't be copied (no module has it as {reduced})")
     held = dict_of(value)
@@ -789,7 +789,8 @@ def save_trusted(saver: Saver, value: Any) -> Any:
     """Takes something that is on no list by its own copy protocol, if the user trusts that."""
     kind = type(value)
     if not isinstance(value, saver.trust):
-        if kind.__reduce__ is not object.__reduce__ and isinstance(_reduce(value), str) and is_global(value):
+        name = None if kind.__reduce__ is object.__reduce__ else _reduce(value)
+        if isinstance(name, str) and is_global(value, name):
             return value
         raise CannotCopy(
             f"it is a {name_of(kind)}, which jaxvec can't copy exactly",

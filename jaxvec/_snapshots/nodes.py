@@ -257,16 +257,16 @@ def save_atom(saver: Saver, value: Any) -> Any:
     return value
 
 
-def is_global(value: Any) -> bool:
-    """Returns whether an object is found by its name in its module."""
+def is_global(value: Any, name: str | None = None) -> bool:
+    """Returns whether an object is found by a name, its own by default, in its module."""
     # A function that was pickled by value has globals of its own; its module may be another one here.
     scope = getattr(getattr(value, "__wrapped__", value), "__globals__", None)
     if scope is None:
-        scope = vars(sys.modules.get(value.__module__, types))
-    first, *rest = value.__qualname__.split(".")
+        scope = vars(sys.modules.get(getattr(value, "__module__", "builtins"), types))
+    first, *rest = (name or value.__qualname__).split(".")
     found = scope.get(first)
-    for name in rest:
-        found = getattr(found, name, None)
+    for part in rest:
+        found = getattr(found, part, None)
     return found is value
 
 

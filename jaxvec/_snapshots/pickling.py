@@ -9,12 +9,14 @@ once, from a definition in the state. Functions are looked up by name, or made w
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import pickle
 import sys
 import types
 from collections.abc import Iterator
+from operator import mul
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,6 +54,10 @@ class _StatePickler(Pickler):
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:  # by reference: it can be imported
             return reduced
+        if isinstance(obj, type(ctypes.c_int * 1)):
+            made: Any = obj._type_, obj._length_
+            if obj is mul(*made):
+                return mul, made
         if isinstance(obj, type):
             if self._defining and obj is self._defining[-1]:
                 return reduced
