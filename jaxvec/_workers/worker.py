@@ -256,8 +256,14 @@ def main(lifeline: int, control: int) -> None:
     run_worker(adopt_channel(control))
 
 
+# The control socket stays open until this process has ended: the parent takes end of file as the end of the
+# worker, which may still have threads and functions of `atexit` to run.
+_open_until_exit: list[Channel] = []
+
+
 def run_worker(channel: Channel) -> None:
     """Builds the envs and serves until the end of the control socket."""
+    _open_until_exit.append(channel)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for the processes of envs, as in the fork server
     watch_forks()
