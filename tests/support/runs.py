@@ -1,5 +1,6 @@
 """Reads what training programs write."""
 
+import pickletools
 from pathlib import Path
 
 import jax
@@ -15,3 +16,32 @@ def load_params(folder):
 
 def assert_same_params(one, other):
     jax.tree.map(np.testing.assert_array_equal, load_params(one), load_params(other))
+
+
+def assert_same_state(one, other):
+    """Compares the saved states of two runs bit by bit, except for which equal strings are one object."""
+    states = [dict(np.load(Path(folder, "state.npz"))) for folder in (one, other)]
+    envs = [state.pop("envs").tobytes() for state in states]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    pickles = [data[data.index(b"\x80\x05\x95") :] for data in envs]
+    assert _operations(pickles[0]) == _operations(pickles[1])
+
+
+def _operations(data):
+    """Returns the operations of a pickle, and of those inside it, with strings in place of their numbers."""
+    found, memo = [], []
+    for operation, argument, _ in pickletools.genops(data):
+        name, entry = operation.name, (operation.name, argument)
+        if name == "FRAME":
+            continue
+        if name == "MEMOIZE":
+            memo.append(found[-1] if found[-1][0] == "string" else ("earlier", len(found) - 1))
+            continue
+        if "UNICODE" in name:
+            entry = "string", argument
+        elif "BINBYTES" in name and argument.startswith(b"\x80\x05\x95"):
+            entry = "pickle", _operations(argument)
+        elif name in ("BINGET", "LONG_BINGET"):
+            entry = memo[argument]
+        found.append(entry)
+    return found
