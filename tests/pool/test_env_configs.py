@@ -145,7 +145,7 @@ def test_a_misspelt_option_is_named_with_what_was_meant(env):
 class Overlapping(CountingEnv):
     """Has arguments with names of options of `make`."""
 
-    def __init__(self, batch_size=1, *, info=False, debug=False, device="cpu", timeouts=60, workers=None):
+    def __init__(self, batch_size=1, *, info=False, device="cpu", timeouts=60, workers=None):
         super().__init__()
         self.given = (batch_size, device)
 
@@ -184,7 +184,7 @@ def test_an_option_is_not_warned_of_if_the_env_is_sure_to_lack_it(make):
 
 
 @pytest.mark.parametrize(
-    "option", [{"debug": 3}, {"info": True}, {"device": "cuda"}, {"timeouts": 30}, {"batch_size": 8}], ids=str
+    "option", [{"info": True}, {"device": "cuda"}, {"timeouts": 30}, {"batch_size": 8}], ids=str
 )
 def test_errors_of_options_that_the_env_takes_name_env_configs(option):
     (name,) = option
