@@ -46,7 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="1/12",
         help="in which of the ways to drive a pool tests run that are for all: 1/12 to 12/12, or 1/1 for all",
     )
-    parser.addoption("--nightly", action="store_true", help="run what is marked so, too")
+    parser.addoption("--slow", action="store_true", help="run all cases of tests that are marked slow")
+    parser.addoption("--nightly", action="store_true", help="run slow tests and those marked nightly")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,7 +73,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _choose_ways(config, items)
     if not config.getoption("--nightly"):
-        _leave_for_the_night(config, items)
+        _leave_out(config, items, "nightly")
+        if not config.getoption("--slow"):
+            _leave_out(config, items, "slow")
     _send_by_value(items)
     _skip_without_gpu(items)
 
@@ -97,17 +100,17 @@ def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
     _deselect(config, items, left_out)
 
 
-def _leave_for_the_night(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of a test that is marked `nightly` as many cases as the mark says."""
+def _leave_out(config: pytest.Config, items: list[pytest.Item], mark: str) -> None:
+    """Leaves of a test with a mark as many cases as the mark says."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("nightly"):
+        if item.get_closest_marker(mark):
             cases.setdefault(f"{item.location[0]} {item.originalname}", []).append(item)
     left_out: set[pytest.Item] = set()
     for group in cases.values():
         # Shuffled, always alike: every so-many-th would often be of one value of a parameter.
         group.sort(key=lambda item: Random(item.name).random())
-        keep = max(item.get_closest_marker("nightly").kwargs.get("but", 0) for item in group)
+        keep = max(item.get_closest_marker(mark).kwargs.get("but", 0) for item in group)
         left_out |= {*group[keep:]}
     _deselect(config, items, left_out)
 

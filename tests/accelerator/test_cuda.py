@@ -62,6 +62,7 @@ def page_locking(driver):
 # --- The same data as on the CPU --------------------------------------------------------------
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])

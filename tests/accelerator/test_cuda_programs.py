@@ -141,6 +141,7 @@ def run(make, env, program, transport="ffi"):
     return envs, (np.asarray(handle.token[..., 1:]), jax.device_get(timesteps))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
 @pytest.mark.parametrize("program", [scan, while_loop, cond, vmap, with_much_to_compute])
 @pytest.mark.nightly(but=6)
@@ -184,6 +185,7 @@ def test_errors_of_a_program_come_typed(cpu_as_cuda, make):
         jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.array([0, 7])))(handle))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "layout",
     [

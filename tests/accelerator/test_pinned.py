@@ -113,6 +113,7 @@ def test_a_pool_goes_on_without(driver, make, caplog):
     assert envs.spec.build_timestep(rows).obs[:, 3].tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_doctor_says_whether_it_works(built, tmp_path):
     def found(**environment):
         command = [sys.executable, "-m", "jaxvec", "doctor"]

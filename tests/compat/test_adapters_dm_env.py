@@ -159,6 +159,7 @@ def test_nested_rewards_and_discounts_are_refused():
         DmEnv(Walk(observation=3))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("discount", [0.0, 0.25])
 def test_jitted_steps_are_those_by_hand(make, discount):
     def by_hand(seed, actions):

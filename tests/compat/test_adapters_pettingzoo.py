@@ -111,6 +111,7 @@ def test_the_toy_env_is_one_by_pettingzoos_own_test():
     parallel_api_test(Strangers(FATES["truncated"], awaited=False))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("fates", "expected"),
     [("terminated", (9, 0, 27)), ("truncated", (0, 9, 27)), ("together", (0, 12, 36)), ("early", (0, 3, 15))],
@@ -153,6 +154,7 @@ def test_rock_paper_scissors_is_played_in_jit(make):
     assert ended == (0, 9, 18)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "name", ["connect_four.connect_four", "tictactoe.tictactoe", "rlcard_envs.leduc_holdem"]
 )

@@ -389,6 +389,7 @@ def test_frames(make):
 # --- in compiled programs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("backend", ["process", "serial"])
 @pytest.mark.parametrize("env_type", ENV_TYPES)
 def test_a_handle_from_before_the_reset_steps(env_type, backend):

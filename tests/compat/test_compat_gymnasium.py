@@ -69,6 +69,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow(but=15)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_data_as_gymnasium(face, kind, mode):

@@ -169,6 +169,7 @@ def test_nested_spaces_are_pytrees(make):
 # --- vmap, and pools of its size --------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 def test_a_step_of_all_lanes_is_one_hand_off_however_nested(make, transport):
     env = make()
     obs = jax.jit(lambda key: rollout(env, key, 4, 10))(KEY)

@@ -56,6 +56,7 @@ PROGRAMS = [*_programs()]
 FIRST_READ = ("README.md", "docs/tutorial.md", "docs/transformations.md")  # run daily, and under every jax
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "source",
     [
@@ -74,6 +75,7 @@ def test_a_pages_examples_run_and_print_what_it_says(source, tmp_path):
     check(done.stdout.splitlines(), source)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(("needs", "source"), [each for each in PROGRAMS if each.values[0]])
 def test_examples_that_need_more_run_and_print_what_the_page_says(needs, source, tmp_path):
     if missing := [name for name in needs.split(", ") if not installed(name)]:

@@ -123,6 +123,7 @@ for _folder in ("benchmarks", "examples"):
     PARTS[_folder] = sorted((ROOT / _folder).rglob("*.py"))
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("part", PARTS)
 def test_package_text_is_plain_english(part):
     found = [problem for path in PARTS[part] for problem in problems_of(path)]

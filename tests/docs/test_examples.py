@@ -99,6 +99,7 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options, capsys)
     assert capsys.readouterr().out.startswith(f"mean return {whole.latest('evaluation'):.6g} ± ")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("program", [dqn, ppo_recurrent], ids=["dqn", "ppo_recurrent"])
 def test_an_evaluation_plays_the_best_actions(program, capsys):
     options = "--num-envs 8 --num-steps 50 --total-steps 400 --num-workers 1 --eval-envs 3 --seed 5 --name a"
@@ -266,6 +267,7 @@ def value_of(frames):
     return (frames.astype(np.float32) * np.float32([1, 2, 3, 4])).sum((-3, -2, -1))
 
 
+@pytest.mark.slow
 def test_atari_halves_learn_from_the_results_gymnasium_returns():
     """Each result belongs to the decision before the last, also the first and the last ones of an update."""
     num_steps, num_envs = 20, 6
@@ -387,6 +389,7 @@ def test_sac_s_targets_go_on_where_an_episode_was_only_truncated():
     assert went_on - ended == pytest.approx((2 + 2.5) ** 2 - 2**2, rel=1e-4)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("length", "future"), [(1, 0), (9, 5)])
 def test_data_parallel_bootstraps_only_what_goes_on(length, future):
     """The time limit truncates each first step, which also terminates the episodes of length 1."""
@@ -415,6 +418,7 @@ def test_data_parallel_bootstraps_only_what_goes_on(length, future):
     assert means["value_loss"] == pytest.approx(0.5 * (target - 5) ** 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_a_memory_is_trained_on_is_what_it_did():
     """Else ratios of probabilities would not begin at 1. Episodes end within the sequence."""
     config = ppo_recurrent.Config(num_envs=4, num_steps=60, num_minibatches=1)
@@ -573,6 +577,7 @@ class ForkEnv(gymnasium.Env):
         return len(self.taken), float(over), over, len(self.taken) == 10, {}
 
 
+@pytest.mark.slow
 @pytest.mark.jax_version
 def test_search_finds_what_the_policy_alone_does_not(register, capsys):
     """The observation does not show the secret, so no policy can learn it. The envs in the tree know it."""
@@ -612,6 +617,7 @@ class SecretEnv(gymnasium.Env):
         return self.show(), reward, False, self.steps == 4, {}
 
 
+@pytest.mark.slow
 def test_search_teaches_the_policy_and_bootstraps_truncations(register):
     """An episode of four steps pays 4; its first value is 1.875 if it ends there, and 2 if it goes on."""
     register("Secret-v0", SecretEnv, disable_env_checker=True)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 PLR = "--num-seeds 2 --num-envs 4 --num-workers 2 --num-batches 1 --num-minibatches 2 --total-steps 1900"
 
 
+@pytest.mark.slow
 @pytest.mark.jax_version
 def test_plr_trains_all_agents_in_one_program(capsys):
     run = plr.main([*PLR.split(), "--buffer-size", "8", "--save-every", "2", "--name", "a"])
@@ -124,6 +125,7 @@ def reachable(level):
     return free, seen, goal
 
 
+@pytest.mark.slow
 def test_plrs_mazes_are_perfect_and_levels_are_in_their_space():
     mazes = plr.perfect_mazes(20)
     for number in range(20):
@@ -201,6 +203,7 @@ def test_plrs_workers_do_not_import_jax():
         assert not {"jax", "jaxlib", "flax", "optax"} & modules
 
 
+@pytest.mark.slow
 def test_ippo_masks_agents_that_left():
     ippo = pytest.importorskip("ippo", reason="PettingZoo is not installed", exc_type=ImportError)
     from support import leaving_agents
@@ -240,6 +243,7 @@ def test_ippo_masks_agents_that_left():
 LEAVING = "--env support.leaving_agents --num-envs 8 --num-workers 1 --num-steps 16 --lr 0.01"
 
 
+@pytest.mark.slow
 def test_ippo_learns():
     ippo = pytest.importorskip("ippo", reason="PettingZoo is not installed", exc_type=ImportError)
     run = ippo.main([*LEAVING.split(), "--total-steps", "4000"])

@@ -85,12 +85,14 @@ def driver(drive):
 
 
 # A stopped worker is waited for, as one whose env takes its time to close: below, and in two ways.
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("state", STATES[:-1])
 def test_a_pool_closes_in_any_state(driver, state):
     state(driver)
     assert_closes(driver)
 
 
+@pytest.mark.slow(but=2)
 @in_two_ways
 @pytest.mark.parametrize("state", STATES)
 def test_a_pool_closes_in_any_state_from_several_threads_at_once(driver, state):
@@ -102,6 +104,7 @@ def test_a_pool_closes_in_any_state_from_several_threads_at_once(driver, state):
 
 
 # On the host alone: the caches of programs hold what a driver drives.
+@pytest.mark.slow(but=2)
 @in_two_ways
 @pytest.mark.parametrize("state", STATES)
 def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
@@ -368,6 +371,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
 @pytest.mark.nightly(but=4)
@@ -396,6 +400,7 @@ IN_THREADS = {
 
 
 # Not in programs: up to Python 3.13 the end may abort while a daemon thread is in any callback of JAX.
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", IN_THREADS)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
 def test_a_script_ends_while_a_daemon_thread_steps(way, name):

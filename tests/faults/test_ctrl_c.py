@@ -49,6 +49,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("to", ["group", "parent"])
 def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
@@ -79,6 +80,7 @@ def interrupt(way, to, loop):
     return script.returncode, err, pids
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 @pytest.mark.parametrize("width", [1, 512], ids=["small", "large"])
 @pytest.mark.parametrize("at_once", [False, True], ids=["in the wait", "before the wait"])
@@ -374,6 +376,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 @pytest.mark.parametrize("nap", [0.0, 0.01], ids=["quick envs", "slow envs"])
 @pytest.mark.nightly(but=2)
@@ -385,6 +388,7 @@ def test_a_handler_of_another_signal_can_end_a_program(nap, transport):
     assert "TypeError" not in done.stderr
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("nap", [0.0, 0.01], ids=["quick envs", "slow envs"])
 def test_a_handler_of_another_signal_runs_while_a_program_does(nap):
     words = [sys.executable, "-c", OTHER_SIGNAL, str(nap), "auto", "note"]

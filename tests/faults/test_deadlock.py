@@ -78,6 +78,7 @@ class Wide(gymnasium.Env):
         return action + 1, 0.0, False, False, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["io_callback", "jax's io_callback", "ffi"])
 @pytest.mark.nightly(but=1)
 def test_a_megabyte_passes_while_other_threads_dispatch(transport):

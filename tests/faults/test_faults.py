@@ -56,6 +56,7 @@ FILE = Path(disasters.__file__).name
 # --- Exceptions in an env ---------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=15)
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("where", ["constructor", "reset", "step"])
 def test_an_exception_in_an_env_becomes_a_typed_error(make, backend, name, where):
@@ -77,6 +78,7 @@ def test_an_exception_breaks_the_pool_in_every_way(drive, where):
     assert_broken(driver, caught.value)
 
 
+@pytest.mark.slow(but=3)
 @in_two_ways
 @pytest.mark.parametrize("name", FAILURES | OUT_OF_MEMORY)
 def test_every_exception_breaks_the_pool(drive, name):
@@ -97,6 +99,7 @@ def test_a_text_with_odd_characters_arrives_whole_on_the_host(make, backend, nam
         envs.step(np.full(4, 7))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
 @pytest.mark.nightly(but=2)
@@ -364,6 +367,7 @@ def test_a_dead_worker_breaks_the_pool_in_every_way(drive, where):
     assert_broken(driver, caught.value)
 
 
+@pytest.mark.slow(but=2)
 @in_two_ways
 @pytest.mark.parametrize("name", DEATHS)
 @pytest.mark.parametrize("where", ["reset", "step"])
@@ -531,6 +535,7 @@ def test_late_worker_does_not_repair_a_timed_out_pool(drive):
     assert_broken(driver, caught.value)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("size", [1, 10_000_000])
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 def test_a_call_to_a_stopped_worker_times_out(make, size, dispatch):

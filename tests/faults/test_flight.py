@@ -85,6 +85,7 @@ def only_record(path):
     return file, pickle.loads(file.read_bytes())
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 @pytest.mark.parametrize("kind", [RAISE, KILL, SEGFAULT, HANG, NAN, NAN_REWARD, WRONG])
 def test_record_contains_the_actions_of_the_episode(make, tmp_path, kind, mode):
@@ -119,6 +120,7 @@ def test_replay_repeats_the_fault(make, tmp_path, capfd, kind, before, backend):
     assert "step 3, action" in err
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("kind", "number"), [(KILL, signal.SIGKILL), (SEGFAULT, signal.SIGSEGV)])
 def test_replay_of_a_death_dies_in_the_same_step(make, tmp_path, kind, number):
     run(make, tmp_path, kind, num_workers=2)

@@ -24,6 +24,7 @@ from jaxvec.testing import CountingEnv
 # --- The parent is killed ---------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "step",
     ["pass", "signal.pause()", "__import__('ctypes').PyDLL(None).sleep(100)"],
@@ -50,6 +51,7 @@ KILLED = {
 
 
 # An idle pool knows nothing of who drives it: see above.
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("when", KILLED)
 def test_nothing_is_left_of_a_killed_parent(way, when):
     step, then = KILLED[when]
@@ -103,6 +105,7 @@ except jaxvec.WorkerDiedError:
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("killed", ["program", "worker"])
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_process_that_verifies_a_state_ends_with_its_parents(killed, start_method):
@@ -169,6 +172,7 @@ def measure():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "badly"])
 @pytest.mark.nightly(but=1)
 def test_two_dozen_pools_that_end_leave_nothing_behind(no_jax_log, fails):
@@ -181,6 +185,7 @@ def test_two_dozen_pools_that_end_leave_nothing_behind(no_jax_log, fails):
     assert psutil.Process().memory_info().rss - memory < 24 << 20
 
 
+@pytest.mark.slow
 def test_the_memory_of_large_pools_is_given_back(make):
     class Env(CountingEnv):
         def __init__(self):
@@ -285,6 +290,7 @@ def test_a_full_disk_is_a_clear_error(dispatch):
     assert err == ""
 
 
+@pytest.mark.slow
 @dispatches
 @pytest.mark.nightly(but=1)
 def test_too_little_memory_for_the_segment_is_a_clear_error(dispatch):
@@ -305,6 +311,7 @@ def test_memory_error_while_pickling_a_constructor_is_reported():
         jaxvec.make(lambda large=Large(): CountingEnv(), 2)  # noqa: B008 - a closure's memory
 
 
+@pytest.mark.slow(but=1)
 @dispatches
 @pytest.mark.parametrize("room", range(0, 15, 3))
 @pytest.mark.nightly(but=3)

@@ -136,6 +136,7 @@ def test_different_lines_without_end_are_not_all_logged(make, log):
     assert re.search(r"prints more different lines than are logged \(\d+ times\)", messages[-1])
 
 
+@pytest.mark.slow
 def test_log_handler_that_hangs_does_not_stop_an_env(make):
     entered, released = threading.Event(), threading.Event()
 

@@ -65,6 +65,7 @@ def make(env, recycle, **options):
 # --- Envs with exact states -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "EPISODIC"])
 @pytest.mark.parametrize("env", [walk, lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)])
 def test_recycling_in_a_compiled_loop_changes_no_bit(env, mode, way):
@@ -138,6 +139,7 @@ class Levels(gymnasium.Env):
         return np.array([self.level, self.count], np.int32), 0.0, self.count == 3, False, {}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 def test_recycling_keeps_the_newest_reset_options(dispatch):
     levels = gymnasium.spaces.Dict(level=gymnasium.spaces.Discrete(1000))
@@ -216,6 +218,7 @@ def test_trusted_classes_move_to_the_new_process(caplog):
     assert not any("not exact" in message for message in caplog.messages)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("limit", [{"memory": "120MB"}, {"seconds": 0.2}, {"descriptors": 1}])
 def test_each_limit_replaces_the_workers(limit):
     with make(Leaking, Recycle(**limit)) as envs:
@@ -340,6 +343,7 @@ def test_a_new_process_that_dies_of_a_state_cuts_its_envs(fallback, importable_k
 # --- Envs without exact states --------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 def test_without_exact_states_episodes_end_in_the_old_process(way):
     chosen = actions(high=2)
     with make(Opened, OFTEN, episode_length=7, info={"pid": np.int32}) as envs:
@@ -354,6 +358,7 @@ def test_without_exact_states_episodes_end_in_the_old_process(way):
     assert (~changed | ends[:-1]).all()  # between two episodes only
 
 
+@pytest.mark.slow(but=1)
 def test_cut_recycling_marks_the_rows_that_end_episodes(way):
     chosen = actions(high=2)
     with make(Opened, Recycle(steps=20, fallback="cut"), episode_length=7) as envs:

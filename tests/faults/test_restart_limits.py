@@ -289,6 +289,7 @@ def make_fragile(make, start_method):
     return envs
 
 
+@pytest.mark.slow(but=1)
 @start_methods
 @pytest.mark.parametrize("launched", [False, True])
 def test_close_during_a_launch_reaps_its_process(make, new_workers, start_method, launched):
@@ -458,6 +459,7 @@ envs.close()
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_too_few_descriptors_for_a_replacement_are_a_typed_error(method):
     done = subprocess.run(

@@ -94,6 +94,7 @@ def start(make, face, *args, **kwargs):
 # --- A fault in a loop -------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, dispatch, face, fault):
     """Env 2 fails at the third of six steps. It shares its worker with env 3; 0 and 1 have another."""
@@ -313,6 +314,7 @@ def give_replacements(envs, seconds):
     probe.set_start_timeout(envs, seconds)
 
 
+@pytest.mark.slow(but=1)
 def test_hanging_constructor_in_a_replacement_is_retried(make, face, left, caplog):
     envs = start(make, face, lambda: Flaky(left, "constructor", signal.pause), 2, step_timeout=None)
     envs.reset()

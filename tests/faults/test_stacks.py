@@ -41,6 +41,7 @@ class HangingEnv(CountingEnv):
         sum(range(10**15))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 @pytest.mark.parametrize(("action", "place"), [(7, "wait_for_a_door"), (8, "count_grains")])
 def test_timeout_error_contains_the_stack_of_the_env(make, start_method, action, place):

@@ -75,6 +75,7 @@ def test_a_wrong_shape_breaks_the_pool_in_every_way(drive, where):
     assert_broken(driver, caught.value)
 
 
+@pytest.mark.slow(but=2)
 @in_two_ways
 @pytest.mark.parametrize("name", WRONG_DATA)
 def test_every_wrong_observation_breaks_the_pool(drive, name):

@@ -44,6 +44,7 @@ NUMBERS = spaces.Dict({dtype.name: spaces.Box(*LIMITS[dtype], (2,), dtype) for d
 FFI, PACKED, PYTHON = ("ffi", "native"), ("io_callback", "native"), ("io_callback", "portable")
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("given", "way"),
     [

@@ -73,6 +73,7 @@ def key(episode):
     return (episode.seed is None, str(episode.seed), len(episode.rewards), np.sum(episode.observations["z"]))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("length", [60, 7, 1])
 def test_episodes_are_those_that_envs_play_alone(mode, length):

@@ -91,6 +91,7 @@ def start(counts):
             process.stderr.close()
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_policy_each_on_envs_of_its_own(start, counts):
     options = "--env", "own_envs:Counted-v0", "--num-updates", 3, "--num-steps", 64, "--num-processes", 2
     options += "--name", "a"
@@ -164,6 +165,7 @@ def test_without_a_coordinator_all_processes_are_started(sigterm, capfd, tmp_pat
     assert {"process 0", "process 1"} <= set(re.findall(r"process \d", out))
 
 
+@pytest.mark.slow
 def test_when_one_process_fails_all_end(start):
     out, err = (process := start("--env", "own_envs:Failing-v0")).communicate(timeout=200)
     assert process.returncode == 1

@@ -37,6 +37,7 @@ def assert_as_in_gymnasium(make, env, *, num_envs=3, num_steps=100, ends=0):
     return envs
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("name", "ends"),
     [
@@ -51,6 +52,7 @@ def test_classic_control(make, name, ends):
     assert_as_in_gymnasium(make, name, ends=ends)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("name", "ends"), [("Blackjack-v1", 90), ("CliffWalking-v1", 0), ("FrozenLake-v1", 9), ("Taxi-v4", 0)]
 )

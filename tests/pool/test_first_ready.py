@@ -41,6 +41,7 @@ def transport(request):
 # --- In programs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("order", ["ready", "sent"])
 def test_in_a_scan_every_env_steps_as_often_as_it_was_received(make, how, transport, order):
     envs = make(
@@ -213,6 +214,7 @@ def test_a_slow_env_neither_starves_nor_holds_up_the_others(make, transport, tmp
 # --- On the host ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("on_fault", ["raise", "restart"])
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, dispatch, transport, on_fault, tmp_path):
@@ -468,6 +470,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(but=14)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport, case, jit):

@@ -92,6 +92,7 @@ def sampled(make_env, num_steps):
     return actions, jax.tree.map(lambda action, as_sampled: action.astype(as_sampled.dtype), actions, raw)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.timeout(300)
 def test_a_family_steps_as_in_gymnasium(make, family):
     options = {name: value for name, value in family.make_options().items() if name != "info"}

@@ -135,6 +135,7 @@ def other(request, of_links):
     return of_links("old", "numpy", "gymnasium", version="0.29.1")
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_steps_equal_those_of_the_env_itself(other, start_method):
     expected = oracle(sys.executable, "gymnasium", "CartPole-v1", False)

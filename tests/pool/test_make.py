@@ -134,6 +134,7 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
     assert (done.stdout, done.stderr) == ("main runs\n(42, 42) [3 4]\n", "")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_envs_of_the_script_in_a_multiprocessing_child(tmp_path, method):
     script = tmp_path / "program.py"
@@ -175,6 +176,7 @@ def test_envs_of_the_script_in_a_multiprocessing_child(tmp_path, method):
     assert (done.stdout, done.stderr) == ("([3, 4], True)\n", "")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_program_that_ignores_sigchld(method):
     """As daemons do, so that they need not reap their children."""

@@ -46,6 +46,7 @@ ENVS = {  # 5 envs each, so that 2 workers hold slices of different size
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -67,6 +68,7 @@ def test_a_thousand_jitted_steps_equal_gymnasiums(make, name, mode):
     assert ended >= 5  # every env's episode, or the comparison would say little
 
 
+@pytest.mark.slow(but=3)
 @modes
 @pytest.mark.parametrize("name", ["CartPole-v1", "NestedEnv"])
 def test_host_steps_equal_gymnasiums(make, backend, name, mode):
@@ -87,6 +89,7 @@ def x64():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.slow(but=1)
 @modes
 def test_with_x64_nothing_is_rounded(make, x64, mode):
     env_fns = ENVS["NestedEnv"]
@@ -235,6 +238,7 @@ def ends_of_steps(make_env, mode, seed, actions):
             env.reset()
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("mode", "batched"),

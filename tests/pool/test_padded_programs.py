@@ -97,6 +97,7 @@ def oracle_steps(mode, space=SPACE, actions=None):
     oracle.close()
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("mode", [SAME, NEXT], ids=["same", "next"])
 @pytest.mark.parametrize("how", ["ffi", "io_callback", "host"])
 def test_steps_are_as_gymnasiums(make, backend, mode, how):

@@ -180,6 +180,7 @@ def pass_messages(params, graph):
     return hidden
 
 
+@pytest.mark.slow
 def test_an_agent_learns_to_follow_edges(make):
     envs = make(ChainEnv, NUM_ENVS, max_sizes={"obs": {"nodes": MAX_NODES, "edges": MAX_NODES - 1}})
     keys = iter(jax.random.split(jax.random.key(1), 9))

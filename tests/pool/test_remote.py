@@ -156,6 +156,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow(but=9)
 @JIT
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_failed_call_is_an_error_and_the_pool_stays_usable(envs, jit, case):

@@ -160,6 +160,7 @@ def seeded():
 modes = pytest.mark.parametrize("mode", [SAME, NEXT], ids=lambda mode: mode.name)
 
 
+@pytest.mark.slow(but=2)
 @modes
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
@@ -203,6 +204,7 @@ def test_options_of_each_step_in_one_program(make, mode, transport, dispatch):
     assert all(env._episodes > 5 for env in model.envs)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("mode", [SAME, NEXT, DISABLED], ids=lambda mode: mode.name)
 def test_options_of_the_methods_on_the_host(make, backend, mode):
     workers = 1 if backend == "serial" else 2
@@ -224,6 +226,7 @@ def test_options_of_the_methods_on_the_host(make, backend, mode):
             assert_equal(envs.recv(), model.reset(options))
 
 
+@pytest.mark.slow(but=1)
 @modes
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
 def test_options_of_send_go_to_the_sent_envs(make, mode, transport):
@@ -297,6 +300,7 @@ def test_options_under_vmap_and_shard_map(make):
     assert_equal(timestep, model.step(actions, same))
 
 
+@pytest.mark.slow(but=3)
 @modes
 @pytest.mark.parametrize(("retry", "keep"), [("reset", False), ("rebuild", True), ("rebuild", False)])
 def test_rebuilt_envs_keep_their_options(make, backend, mode, retry, keep):

@@ -150,6 +150,7 @@ def test_two_threads_step_halves_of_a_serial_pool(serial):
     assert probe.steps_in_process(envs) == [200] * 4
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("in_program", [False, pytest.param(True, marks=needs_ffi)])
 def test_close_during_a_serial_step_raises_pool_closed(serial, in_program):
     started, gate = threading.Event(), threading.Event()

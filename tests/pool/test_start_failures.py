@@ -182,6 +182,7 @@ def of_environment(mark):
     return found
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.nightly(but=5)
 def test_program_killed_while_making_a_pool_leaves_nothing_behind(moment):
@@ -222,6 +223,7 @@ envs.reset()
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.nightly(but=3)
 def test_nothing_is_left_of_a_program_however_it_ends(ending):
@@ -251,6 +253,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("method", "fork"),
     [("forkserver", "os.fork()"), ("forkserver", "ctypes.CDLL(None).fork()"), ("spawn", "os.fork()")],

@@ -280,6 +280,7 @@ def test_a_worker_finds_modules_that_are_newer_than_its_server(make, method, tmp
     assert ask(make, "__import__('made_later').answer", method) == [42]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
 @methods
 @pytest.mark.nightly(but=3)

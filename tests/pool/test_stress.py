@@ -75,6 +75,7 @@ FATES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("fate", FATES)
 def test_every_pool_ends_well_or_says_why_not(make, fate):
     how, expected = FATES[fate]

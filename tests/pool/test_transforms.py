@@ -86,6 +86,7 @@ def serial(make):
     return make(CountingEnv, 8, backend="serial", dispatch="portable")
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("lanes", [(2,), (2, 2), (2, 2, 2), (1,), (8,)])
 def test_vmap_makes_one_call_for_all_lanes_however_nested(serial, hand_offs, jit, lanes):
@@ -102,6 +103,7 @@ def test_vmap_makes_one_call_for_all_lanes_however_nested(serial, hand_offs, jit
     np.testing.assert_array_equal(at_last.reshape(8, 4)[:, 3], ACTION)
 
 
+@pytest.mark.slow(but=1)
 def test_vmap_of_a_jitted_rollout_equals_the_rollout_of_all(make, transport):
     """Also of nested observations, and in another axis than the first."""
     pools = [make(NestedEnv, 6, num_workers=2, transport=transport) for _ in range(2)]
@@ -225,6 +227,7 @@ def conditionally(kind, go, handle, action):
             return jax.lax.cond(never == 1, lambda: jax.jit(step)(handle), lambda: handle)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("kind", ["cond", "switch", "while_loop", "nested"])
 def test_a_predicate_that_is_the_same_for_all_lanes(envs, hand_offs, kind):
     handle, _ = jaxvec.reset(envs)
@@ -322,6 +325,7 @@ def loss(weight, handle):
 EXPECTED = 8 * (1 + 4 + 9 + 16 + 25)
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("mode", ["grad", "jvp", "jacfwd", "jacrev", "value_and_grad", "vjp"])
 def test_derivatives_take_what_envs_return_for_constant_and_step_once(envs, mode, jit):
@@ -401,6 +405,7 @@ def over(mesh, function, **kwargs):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("d"), **kwargs))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_under_shard_map_each_device_steps_its_own_envs(envs, mesh, sharded):
     arguments = jaxvec.reset(envs)[0], ACTION
@@ -414,6 +419,7 @@ def test_under_shard_map_each_device_steps_its_own_envs(envs, mesh, sharded):
     assert envs.get_attr("steps") == (10,) * 8
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", ["shard_map", "pmap"])
 def test_devices_step_at_the_same_time(make, transport, kind, tmp_path, mesh):
     """Each env waits in its step until one of each device has begun its own."""
@@ -497,6 +503,7 @@ def explicit_mesh(devices):
     return jax.make_mesh((devices,), ("d",), axis_types=axis_types, devices=jax.devices()[:devices])
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("kind", EXPLICIT)
@@ -640,6 +647,7 @@ with jaxvec.make(CountingEnv, 2) as envs:
 """
 
 
+@pytest.mark.slow
 def test_the_persistent_compilation_cache_works_across_program_runs(tmp_path):
     """Up to jax 0.10 JAX itself keeps programs with host callbacks out of it; they work all the same."""
     for _ in range(2):

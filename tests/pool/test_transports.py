@@ -149,6 +149,7 @@ class ImageEnv(CountingEnv):
         return np.full((30, 40), self.steps % 256, np.uint8)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
@@ -280,6 +281,7 @@ BAD_CALLS = {
 }
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("backend", ["process", "serial"])
 @pytest.mark.parametrize("bad", BAD_CALLS)
 def test_calls_that_no_jaxvec_made_are_refused(native, backend, bad):
@@ -430,6 +432,7 @@ def rollout(leaves, handle, action, split):
     return read or handle
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("transport", [pytest.param("ffi", marks=needs_ffi), "io_callback"])
 @pytest.mark.parametrize("split", [False, True], ids=["step", "send and recv"])
 def test_unread_results_are_not_copied_and_read_ones_are_unchanged(make, transport, split, device):

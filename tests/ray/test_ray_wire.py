@@ -130,6 +130,7 @@ FRAME = wire._HEADER.pack(MESSAGE, len(pickle.dumps(Trap()))) + pickle.dumps(Tra
 NONCE = bytes(32)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "said",
     [

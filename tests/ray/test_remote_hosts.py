@@ -86,6 +86,7 @@ def host_of(envs, worker):
 NESTED = [partial(NestedEnv, length) for length in (3, 7, 5, 1, 4)]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("dispatch", "transport", "num_workers"), [("native", "ffi", 5), ("portable", "io_callback", 2)]
 )
@@ -193,6 +194,7 @@ def test_a_host_killed_during_a_compiled_loop_breaks_the_pool(make_remote, no_ja
     within(envs.close)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("when", ["waits", "dials in later"])
 def test_a_host_killed_during_a_compiled_loop_is_replaced(make_remote, hosts, when):
     envs = make_remote(CountingEnv, 4, on_fault="restart")
@@ -219,6 +221,7 @@ def test_a_host_killed_during_a_compiled_loop_is_replaced(make_remote, hosts, wh
     assert host_of(envs, 1) != victim
 
 
+@pytest.mark.slow
 def test_a_host_that_is_stopped_is_replaced(make_remote, hosts):
     envs = make_remote(CountingEnv, 4, step_timeout=3, on_fault="restart")
     envs.reset()
@@ -231,6 +234,7 @@ def test_a_host_that_is_stopped_is_replaced(make_remote, hosts):
     assert host_of(envs, 0) != victim
 
 
+@pytest.mark.slow
 def test_a_slow_env_is_replaced_beside_the_others_of_its_host(make_remote):
     envs = make_remote(SleepingEnv, 4, num_workers=4, step_timeout=5, on_fault=jaxvec.Restart(rate=None))
     envs.reset(seed=0)
@@ -426,6 +430,7 @@ def test_a_listener_ends_with_its_last_user():
 # --- Recycling ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("dispatch", "transport"), [("native", "ffi"), ("portable", "io_callback")])
 def test_recycling_at_hosts_changes_no_bit(make, make_remote, dispatch, transport):
     options = {"dispatch": dispatch, "transport": transport}
@@ -438,6 +443,7 @@ def test_recycling_at_hosts_changes_no_bit(make, make_remote, dispatch, transpor
     assert min(recycling.recycled(remote)) >= 1
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("fallback", ["episodes", "cut"])
 def test_recycling_at_hosts_without_exact_states(make_remote, fallback):
     workers = jaxvec.Workers(recycle=jaxvec.Recycle(steps=20, fallback=fallback))
@@ -489,6 +495,7 @@ def tls_hosts(tmp_path, authority):
     hosts.close()
 
 
+@pytest.mark.slow
 def test_data_over_tls_are_those_of_local_workers(make, tls_hosts, tmp_path):
     processes = [tls_hosts.start("--tls-ca", str(tmp_path / "ca.pem")) for _ in range(2)]
     local = make(ImageEnv, NUM_ENVS, num_workers=2)

@@ -31,6 +31,7 @@ from jaxvec.adapters.replay import ReplayEnv
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("name", "ends"),
     [

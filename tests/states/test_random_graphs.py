@@ -258,6 +258,7 @@ def pools():
         yield one, other
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(program=PROGRAMS, moves=MOVES)
 def test_random_graphs_in_workers_pools_and_files(pools, tmp_path_factory, program, moves):

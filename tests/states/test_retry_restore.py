@@ -154,6 +154,7 @@ def play(envs, models, turns):
     return faults
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 @pytest.mark.parametrize(
     ("kind", "dispatch"),

@@ -497,6 +497,7 @@ with jaxvec.make("CartPole-v1", 4, states=4, num_workers=2) as envs:
 """
 
 
+@pytest.mark.slow
 def test_training_that_was_killed_goes_on_bit_for_bit(tmp_path):
     def start(folder, how):
         words = [sys.executable, "-c", TRAINING, str(folder), how]

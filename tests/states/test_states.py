@@ -35,6 +35,7 @@ _GAMES = [
 ] + [("serial", "host", "SAME_STEP", cart_pole)]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("dispatch", "face", "mode", "env_fn"), _GAMES, ids=lambda value: getattr(value, "__name__", value)
 )

@@ -492,6 +492,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_of_the_help_run(run, example):
     words = shlex.split(example)[3:]

@@ -60,6 +60,7 @@ def test_an_example_says_what_it_needs():
     assert '"optax>=' in said.stderr
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("example", "package"), [("search", "mctx"), ("dqn", "flashbax")])
 def test_an_example_says_what_it_alone_needs(example, package):
     script = (

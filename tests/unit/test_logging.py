@@ -36,6 +36,7 @@ class LivesEnv(gymnasium.Wrapper):
         return obs, reward, terminated, truncated, {**info, "age": self.age}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.jax_version
 @pytest.mark.parametrize("window", [5, 100])
 def test_episodes_are_those_of_gymnasium(window):
@@ -117,6 +118,7 @@ def play_patchy(length, seed, actions, resets, mode):
             over = False
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("harms", [False, True])
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED", "EPISODIC"])
 def test_episodes_are_counted_as_in_a_plain_loop(make, mode, harms):

@@ -209,6 +209,7 @@ def play(
     return seen
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("mode", Autoreset)
 @pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
 @pytest.mark.parametrize("first_ready", [False, True], ids=["together", "one by one"])
@@ -243,6 +244,7 @@ def test_what_is_kept_of_a_row_counts_once_all_of_it_is_there(monkeypatch):
         assert arrays["kept_for",][slots] != arrays["requested",][slots]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("kind", [Several, Matrices, Halves])
 @pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
 def test_vector_rewards_are_as_in_python(kind, policy, monkeypatch):
@@ -401,6 +403,7 @@ POOLS = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("options", POOLS.values(), ids=POOLS)
 def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, make):
     def env_fn(fails: bool = False, returns: type = tuple) -> gymnasium.Env:

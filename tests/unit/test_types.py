@@ -47,6 +47,7 @@ def text(timestep: jaxvec.TimeStep) -> None:
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright is not installed")
 @pytest.mark.parametrize("program", [OPTIONS, TIMESTEP], ids=["options", "timestep"])
 def test_pyright_reports_wrong_values_of_options_and_fields(tmp_path, program):
