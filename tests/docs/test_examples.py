@@ -99,7 +99,7 @@ def test_a_resumed_program_equals_an_uninterrupted_one(program, options, capsys)
     assert capsys.readouterr().out.startswith(f"mean return {whole.latest('evaluation'):.6g} ± ")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [dqn, ppo_recurrent], ids=["dqn", "ppo_recurrent"])
 def test_an_evaluation_plays_the_best_actions(program, capsys):
     options = "--num-envs 8 --num-steps 50 --total-steps 400 --num-workers 1 --eval-envs 3 --seed 5 --name a"
@@ -334,6 +334,7 @@ class Counting(dqn.Agent):
         return state.learned._replace(opt_state=count), jnp.float32(0)
 
 
+@pytest.mark.slow
 def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
     """A limit of four steps truncates; a pole that falls, and ends an episode, takes longer."""
     config = dqn.Config(
@@ -377,6 +378,7 @@ def test_dqn_s_targets_go_on_where_an_episode_was_only_truncated():
     assert losses == [pytest.approx(0.5), pytest.approx(1 + 2.5 - 0.5)]  # Huber's
 
 
+@pytest.mark.slow
 def test_sac_s_targets_go_on_where_an_episode_was_only_truncated():
     policy = SimpleNamespace(apply=lambda params, obs: jnp.zeros((len(obs), 2)))
     critic = SimpleNamespace(apply=lambda params, inputs: jnp.full((len(inputs), 1), params))

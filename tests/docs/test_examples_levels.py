@@ -150,6 +150,7 @@ def test_plrs_mazes_are_perfect_and_levels_are_in_their_space():
     assert 3 < flipped.mean() < 7
 
 
+@pytest.mark.slow
 def test_plrs_maze_can_be_solved_exactly_where_a_way_exists():
     """Follows shortest ways, so that walls, starts and goals must be where the level has them."""
     levels = plr.random_levels(KEY, 60)
@@ -178,6 +179,7 @@ def test_plrs_maze_can_be_solved_exactly_where_a_way_exists():
     assert 20 < solved <= 60
 
 
+@pytest.mark.slow
 def test_plrs_buffer_keeps_the_best_and_updates_what_was_replayed():
     def buffer(scores, now):
         scores = jnp.float32(scores)

@@ -86,6 +86,7 @@ def test_links_to_other_notebooks_lead_somewhere(path):
     assert all((path.parent / link).is_file() for link in links), links
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

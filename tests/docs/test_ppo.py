@@ -118,7 +118,7 @@ def returns_of(folder):
     return returns
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_a_copy_of_ppo_with_results(name, capsys):
     """The copy lies in an empty folder, and imports no other file of the examples."""
@@ -235,7 +235,7 @@ class MaskedEnv(gymnasium.Env):
         return obs, reward, False, self.steps == 10, info
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "info"])
 def test_ppo_learns_from_images_with_legal_actions(leaf, register, capsys):
     register("Masked-v0", lambda: MaskedEnv(leaf), disable_env_checker=True)

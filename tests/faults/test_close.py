@@ -104,7 +104,7 @@ def test_a_pool_closes_in_any_state_from_several_threads_at_once(driver, state):
 
 
 # On the host alone: the caches of programs hold what a driver drives.
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @in_two_ways
 @pytest.mark.parametrize("state", STATES)
 def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
@@ -182,6 +182,7 @@ def test_close_while_steps_go_on_ends_them(drive):
         steps.result()
 
 
+@pytest.mark.slow
 @in_two_ways
 def test_an_env_that_does_not_close_is_ended_by_force(drive):
     class Env(CountingEnv):

@@ -281,6 +281,7 @@ def run_limited(dispatch, limit, value, size=4, envs=2, kept=True):
 dispatches = pytest.mark.parametrize("dispatch", ["native", "portable"])
 
 
+@pytest.mark.slow
 @dispatches
 @pytest.mark.nightly(but=1)
 def test_a_full_disk_is_a_clear_error(dispatch):

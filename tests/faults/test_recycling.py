@@ -65,7 +65,7 @@ def make(env, recycle, **options):
 # --- Envs with exact states -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "EPISODIC"])
 @pytest.mark.parametrize("env", [walk, lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)])
 def test_recycling_in_a_compiled_loop_changes_no_bit(env, mode, way):
@@ -435,6 +435,7 @@ def test_close_beside_guests_closes_every_env_of_both_processes(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_faults_beside_recycling_are_recovered():
     class Fragile(Walk):
         def step(self, action):

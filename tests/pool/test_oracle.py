@@ -46,7 +46,7 @@ ENVS = {  # 5 envs each, so that 2 workers hold slices of different size
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

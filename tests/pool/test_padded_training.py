@@ -123,6 +123,7 @@ class OrderEnv(gymnasium.Env):
         return self._ask(), reward, True, False, {}
 
 
+@pytest.mark.slow
 def test_an_agent_learns_to_read(make):
     envs = make(OrderEnv, NUM_ENVS)
     keys = jax.random.split(jax.random.key(1), 2)

@@ -160,7 +160,7 @@ def seeded():
 modes = pytest.mark.parametrize("mode", [SAME, NEXT], ids=lambda mode: mode.name)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @modes
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
@@ -423,6 +423,7 @@ def test_options_in_the_gymnasium_api():
         envs.close()
 
 
+@pytest.mark.slow
 def test_options_in_gymnax_params():
     first, second = sample(3), sample(3)
     first["size"][:] = 1

@@ -223,7 +223,7 @@ envs.reset()
 """
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.nightly(but=3)
 def test_nothing_is_left_of_a_program_however_it_ends(ending):

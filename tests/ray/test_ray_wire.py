@@ -166,6 +166,7 @@ def test_silent_strangers_delay_no_host(listener, monkeypatch):
         end.close()
 
 
+@pytest.mark.slow
 def test_more_strangers_than_are_examined_at_once_keep_no_host_out(listener, monkeypatch):
     monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 0.1)
     strangers = [socket.create_connection(listener.address) for _ in range(2 * wire._MAX_STRANGERS)]

@@ -430,7 +430,7 @@ def test_a_listener_ends_with_its_last_user():
 # --- Recycling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dispatch", "transport"), [("native", "ffi"), ("portable", "io_callback")])
 def test_recycling_at_hosts_changes_no_bit(make, make_remote, dispatch, transport):
     options = {"dispatch": dispatch, "transport": transport}
@@ -443,7 +443,7 @@ def test_recycling_at_hosts_changes_no_bit(make, make_remote, dispatch, transpor
     assert min(recycling.recycled(remote)) >= 1
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fallback", ["episodes", "cut"])
 def test_recycling_at_hosts_without_exact_states(make_remote, fallback):
     workers = jaxvec.Workers(recycle=jaxvec.Recycle(steps=20, fallback=fallback))
@@ -510,6 +510,7 @@ def test_data_over_tls_are_those_of_local_workers(make, tls_hosts, tmp_path):
     assert [process.wait(PATIENCE) for process in processes] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_lost_host_with_tls_is_replaced(make, tls_hosts, tmp_path):
     for _ in range(3):
         tls_hosts.start("--tls-ca", str(tmp_path / "ca.pem"))
@@ -527,6 +528,7 @@ def test_a_certificate_of_another_authority_is_refused(tls_hosts, tmp_path):
     assert "certificate verify failed" in host.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_host_without_tls_is_refused(tls_hosts):
     host = tls_hosts.start()
     assert host.wait(PATIENCE) == 1
