@@ -247,9 +247,11 @@ def _copy_plain(value: Any, copies: dict[int, Any]) -> Any:
     `copies` has the copies so far, by the ids of their originals.
     """
     kind = type(value)
-    if kind in _CONSTANTS or _is_shared(value):
+    if kind in _CONSTANTS:
         return value
     if kind is tuple:
+        if _CONSTANTS.issuperset(map(type, value)):
+            return value
         return tuple([_copy_plain(each, copies) for each in value])
     if (copy := copies.get(id(value))) is not None:
         return copy
@@ -258,7 +260,10 @@ def _copy_plain(value: Any, copies: dict[int, Any]) -> Any:
         copy.extend(_copy_plain(each, copies) for each in value)
     elif kind is dict:
         copy = copies[id(value)] = {}
-        copy.update((_copy_plain(key, copies), _copy_plain(each, copies)) for key, each in value.items())
+        for key, each in value.items():
+            copy[_copy_plain(key, copies)] = _copy_plain(each, copies)
+    elif _is_shared(value):
+        return value
     elif kind is np.ndarray and not value.dtype.hasobject:
         copy = copies[id(value)] = value.copy(order="K")
         copy.flags.writeable = value.flags.writeable or not value.flags.forc  # as pickling does
