@@ -316,7 +316,7 @@ class DigestTaker:
         self._value(target)
 
     def _partial(self, value: partial[Any]) -> None:
-        # Its own protocol tells an object without a `__dict__` from one with an empty one.
+        # By its own protocol, an object without a `__dict__` differs from one with an empty one.
         self._values((value.func, value.args, value.keywords))
         self._fields(value)
 
