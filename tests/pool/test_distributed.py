@@ -10,7 +10,7 @@ import sys
 import data_parallel
 import numpy as np
 import pytest
-from support.runs import load_params
+from support.runs import assert_same_state, load_params
 
 # The time limits of what is started come before that of the test, whose message would say less.
 pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(300)]
@@ -152,8 +152,7 @@ def test_a_signal_ends_all_processes_and_a_resumed_run_is_equal(name, start, tmp
     assert len(results := sorted(re.findall(line, out, re.M))) == 2
     assert results == sorted(re.findall(line, whole, re.M))
     for folder in ("", "process_1"):
-        half, other = (tmp_path / "runs" / run / folder / "state.npz" for run in ("half", "whole"))
-        assert half.read_bytes() == other.read_bytes()
+        assert_same_state(*(tmp_path / "runs" / run / folder for run in ("half", "whole")))
 
 
 @pytest.mark.nightly

@@ -23,8 +23,9 @@ def assert_same_state(one, other):
     states = [dict(np.load(Path(folder, "state.npz"))) for folder in (one, other)]
     envs = [state.pop("envs").tobytes() for state in states]
     jax.tree.map(np.testing.assert_array_equal, *states)
-    pickles = [data[data.index(b"\x80\x05\x95") :] for data in envs]
-    assert _operations(pickles[0]) == _operations(pickles[1])
+    if envs[0] != envs[1]:
+        pickles = [data[data.index(b"\x80\x05\x95") :] for data in envs]
+        assert _operations(pickles[0]) == _operations(pickles[1])
 
 
 def _operations(data):
