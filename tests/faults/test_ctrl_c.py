@@ -273,7 +273,7 @@ def interrupt_at(n, call):
 def test_ctrl_c_before_wait_leaves_no_untracked_env(drive, way, verb):
     """The pool is broken by it, or goes on; then its envs have not moved."""
     driver, broken, steps = None, 0, 0
-    for n in itertools.count(1, 5):  # each part of a call, and each gap between them, has more points
+    for n in itertools.count(1, 4):  # each part of a call, and each gap between them, has more points
         if driver is None:
             driver, steps = drive(CountingEnv, 2, num_workers=1), 0
             driver.reset()
