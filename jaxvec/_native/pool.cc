@@ -335,7 +335,7 @@ Status Pool::recv(Request& request, const std::vector<int64_t>& handle, Target& 
   advance(handle, request);
   hold(&queue_, 1, false);
   leave();
-  // Python receives batched envs as a whole. Here, a part of one might be ready, or was sent, before the rest.
+  // Python receives batched envs as a whole. Here, a part of one might be ready or sent before the others.
   const bool parts = plan_.together > 1 && (plan_.in_order || plan_.batch_size < all_.size());
   if (parts || await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) {
     return Status::kUnderWay;

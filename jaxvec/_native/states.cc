@@ -31,8 +31,7 @@ Name dict_name{"__dict__"}, env_name{"env"}, array_name{"array"}, class_name{"cl
     state_name{"state"}, sequence_name{"sequence"}, num_spawned_name{"num_spawned"}, apply_name{"apply_to"},
     space_name{"space"}, equal_name{"equal"}, generators_name{"generators"}, random_name{"_np_random"},
     bit_generator_name{"bit_generator"}, seed_sequence_name{"seed_seq"},
-    seeds_spawned_name{"n_children_spawned"}, pairs_name{"pairs"}, kept_name{"kept"},
-    fields_name{"fields"};
+    seeds_spawned_name{"n_children_spawned"}, pairs_name{"pairs"}, kept_name{"kept"}, fields_name{"fields"};
 
 // The mutable objects, and nodes of unchanged ones, that were seen so far. Two attributes may be one object,
 // and only the walk preserves that.
@@ -410,8 +409,7 @@ PyObject* SaveChanges(PyObject*, PyObject* args) {
     Ref saved;
     Outcome outcome = WrapsNext(layers, classes, i);
     if (outcome == Outcome::kDone) {
-      outcome =
-          SaveLayer(PyList_GetItem(layers, i), PyList_GetItem(before, i), nodes, &visited, &saved);
+      outcome = SaveLayer(PyList_GetItem(layers, i), PyList_GetItem(before, i), nodes, &visited, &saved);
     }
     if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_None);
     PyList_SetItem(all.get(), i, saved.release());
