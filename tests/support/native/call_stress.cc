@@ -266,7 +266,7 @@ const std::vector<Spoiler> kSpoilersOfActions = {
     {"an action of two axes", [](Request& r) { r.operands[1].reshape({r.operands[1].dims[0], 1}); }},
     {"an action for fewer envs", [](Request& r) { r.operands[1].reshape({1}); }},
     {"an action for no envs", [](Request& r) { r.operands[1].reshape({0}); }},
-    {"an action of small numbers", [](Request& r) { r.operands[1].dtype = 'u' + 256 * 1; }},
+    {"an action of floats", [](Request& r) { r.operands[1].dtype = kF32; }},
     {"an action that NumPy does not have", [](Request& r) { r.operands[1].dtype = 0; }},
 };
 
