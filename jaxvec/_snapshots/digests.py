@@ -486,7 +486,7 @@ class DigestTaker:
                     continue
                 seen.add(id(held))
                 for key, value in [*held.items()]:
-                    if key in ("__builtins__", "__dict__"):
+                    if key in ("__builtins__", "__dict__", "_value2member_map_"):
                         continue
                     yield f"{prefix}.{key}", value
                     if type(value) in _TABLES[:-1] and len(value) <= _MAX_ITEMS:
