@@ -21,7 +21,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -95,7 +95,7 @@ class DigestTaker:
         self._lenient = lenient
         held, number, name = attributes_of(layer), self._numbers[id(layer)], type(layer).__name__
         with self._hashing(f"{number} type({name})"):
-            self._class(type(layer))
+            self._class(type(layer), hidden=held)
         for attribute in sorted({*(held if names is None else names)} - without, key=str):
             if attribute in held:
                 with self._hashing(f"{number} {name}.{attribute}"):
@@ -257,7 +257,8 @@ class DigestTaker:
             error.path.insert(0, str(name))
             raise
 
-    def _class(self, kind: type) -> None:
+    def _class(self, kind: type, hidden: Container[str] = ()) -> None:
+        # `hidden` are variables of the class that attributes of the object hide.
         if kind in self._classes:
             self._write("class", self._classes[kind])
             return
@@ -276,7 +277,7 @@ class DigestTaker:
             if isinstance(value, (types.FunctionType, property)):
                 self._write(name)
                 self._value(value)
-            elif not name.startswith("__") and not isinstance(value, _DESCRIPTORS):
+            elif name not in hidden and not name.startswith("__") and not isinstance(value, _DESCRIPTORS):
                 self._write(name)
                 with self._isolated():
                     self._value(value)
