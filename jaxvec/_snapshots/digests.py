@@ -474,18 +474,15 @@ class DigestTaker:
 
     def _globals(self) -> Iterator[tuple[str, Any]]:
         """Yields the class attributes of all classes, the globals of their methods, and items of these."""
-        seen: set[int] = set()
+        seen: set[int] = set()  # not the result of `vars`, whose id is soon another class's
         for kind in self._classes:
-            name = node_types.name_of(kind)
-            spaces: list[tuple[str, Any]] = [(name, vars(kind))]
+            spaces: list[tuple[str, Any]] = [(node_types.name_of(kind), vars(kind))]
             for value in [*vars(kind).values()]:
                 held = getattr(getattr(value, "__func__", value), "__globals__", None)
-                if type(held) is dict:
+                if type(held) is dict and id(held) not in seen:
+                    seen.add(id(held))
                     spaces.append((held.get("__name__", ""), held))
             for prefix, held in spaces:
-                if id(held) in seen and held is not vars(kind):
-                    continue
-                seen.add(id(held))
                 for key, value in [*held.items()]:
                     if key in ("__builtins__", "__dict__", "_value2member_map_"):
                         continue

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import http
 import os
+import plistlib
 import signal
+import socket
+import ssl
 
 import gymnasium
 import jax
@@ -13,6 +17,8 @@ import pytest
 from support.late_structures import START, Late
 
 import jaxvec
+from jaxvec._snapshots.digests import DigestTaker
+from jaxvec._snapshots.node_types import name_of
 
 KINDS = ["class_that_refers_to_the_env", "closure"] * 2  # the first can't move
 REFUSED = r"cannot move a Late to another process: Late\.late would not be as in the original"
@@ -100,3 +106,43 @@ def test_a_new_worker_resets_an_env_whose_state_it_refuses(make, caplog):
     assert timestep.obs.tolist() == [[0, 0], [START + 2, 33]]
     assert envs.step([0, 0]).obs.tolist() == [[1, 0], [START + 3, 44]]
     assert "would not be as in the original" in caplog.text
+
+
+class Enums(gymnasium.Env):
+    """An env that refers to members of many enums, which are attributes of their classes."""
+
+    observation_space = gymnasium.spaces.Box(0, 1000, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        kinds = http.HTTPStatus, http.HTTPMethod, signal.Signals, socket.AddressFamily, socket.SocketKind
+        more = ssl.VerifyMode, ssl.TLSVersion, ssl.AlertDescription, plistlib.PlistFormat
+        self.members = [[*kind] for kind in (*kinds, *more)]
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1), {}
+
+    def step(self, action):
+        self.members.append(self.members.pop(0))
+        return np.array([float(len(self.members[0]))]), 0.0, False, False, {}
+
+
+def test_each_member_of_an_enum_is_known_by_name():
+    """So it is found again in another process. All classes count, wherever Python shows their variables."""
+    env = Enums()
+    taker = DigestTaker([env], ())
+    taker.layer(env)
+    named = set().union(*taker.result().named.values())
+    members = [member for kind in env.members for member in kind]
+    assert {f"{name_of(type(member))}._member_map_[{member.name}]" for member in members} <= named
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}])
+def test_members_of_enums_move(make, options):
+    here, there = (make([Enums] * 4, states=4, **options) for _ in range(2))
+    jaxvec.reset(here, seed=0)
+    here.step([0] * 4)
+    there.restore(there.unpack_states(here.pack_states(here.save())))
+    for _ in range(12):
+        np.testing.assert_array_equal(here.step([0] * 4).obs, there.step([0] * 4).obs)
