@@ -447,13 +447,16 @@ class BitGenerator(Node):
     def apply_to(self, old: Any) -> None:
         """Restores the state of a bit generator of this class."""
         present, sequence = old.seed_seq, self.sequence
-        if sequence is None or (
-            (present is sequence or _seed(present) == _seed(sequence))
-            and present.n_children_spawned == self.num_spawned
-        ):
+        if sequence is None:  # as in a legacy generator
+            fits = type(present) is not np.random.SeedSequence
+        else:
+            is_equal = present is sequence or _seed(present) == _seed(sequence)
+            fits = is_equal and present.n_children_spawned == self.num_spawned
+        if fits:
             old.state = self.state
         else:  # unpickling does the same; a new bit generator would take much longer
-            old.__setstate__((self.state, _sequence_for(old, sequence, self.num_spawned)))
+            sequence = None if sequence is None else _sequence_for(old, sequence, self.num_spawned)
+            old.__setstate__((self.state, sequence))
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.cls, other.cls

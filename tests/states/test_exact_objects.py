@@ -112,6 +112,16 @@ class Seeds(np.random.SeedSequence):
     drawn = 0
 
 
+def _act_with_old_generators(env, n):
+    """Has a generator in every other step; those of an integer have no sequence of seeds."""
+    if env.old is None:
+        env.old = np.random.RandomState(n)
+        return 0
+    value = env.old.normal() + (env.old._bit_generator.seed_seq is None)
+    env.old = None if n % 2 else env.old
+    return value
+
+
 class OldRandom(np.random.RandomState):
     __slots__ = ("drawn",)
 
@@ -331,6 +341,7 @@ CASES: dict[str, Any] = {
         build(old=lambda env: np.random.RandomState(3), bits=lambda env: env.old._bit_generator),
         lambda env, n: env.old.normal() + env.bits.random_raw() % 1000,
     ),
+    "old generator that comes and goes": (build(old=lambda env: None), _act_with_old_generators),
     "old generator of other bits": (
         build(old=lambda env: np.random.RandomState(np.random.PCG64(3))),
         lambda env, n: env.old.normal(),
