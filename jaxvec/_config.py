@@ -519,7 +519,7 @@ class Config:
     @contextmanager
     def override(self, **settings: Any) -> Generator[None]:
         """Changes settings within a `with` block, for all threads."""
-        before = {**vars(self)}
+        before = {name: value for name, value in vars(self).items() if name in settings}
         try:
             for name, value in settings.items():
                 setattr(self, name, value)

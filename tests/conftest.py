@@ -163,6 +163,14 @@ def _defaults(request: pytest.FixtureRequest) -> None:
         process.choose_start_method = lambda name: _choose_start_method(default if name == "auto" else name)
 
 
+@pytest.fixture(autouse=True)
+def _own_settings() -> Iterator[None]:
+    """Ends each test with the settings that it began with: Ctrl-C in a test may keep `override` from that."""
+    before = {**vars(jaxvec.config)}
+    yield
+    vars(jaxvec.config).update(before)
+
+
 @pytest.fixture(scope="session")
 def kept_by_others() -> Counter[str]:
     """Counts what other libraries never give back; whoever uses one adds to it."""
