@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +38,6 @@ class ProcessStats:
         threads: Number of threads.
         children: Number of child processes, and their child processes.
         age: Seconds since the process was started.
-        growth: Bytes per hour by which `memory` grew in the last hour, or since the start of the process;
-            0 for less than a minute.
     """
 
     pid: int
@@ -51,7 +47,6 @@ class ProcessStats:
     threads: int
     children: int
     age: float
-    growth: float = 0.0
 
 
 def read_process(pid: int) -> ProcessStats | None:
@@ -91,44 +86,6 @@ def _proportional_memory(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-_HISTORY = 3600.0  # seconds of memory that a trend takes into account
-_MIN_HISTORY, _MIN_STEADY = 60.0, 600.0  # seconds for a trend, and for a warning
-_PARTS = 5  # of the history, each of which must have a higher minimum than the one before
-
-
-class Growth:
-    """The memory of one process over the last hour."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()  # time in seconds, and bytes
-
-    def add(self, now: float, memory: int) -> None:
-        self._samples.append((now, memory))
-        while self._samples[0][0] < now - _HISTORY:
-            self._samples.popleft()
-
-    @property
-    def seconds(self) -> float:
-        return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
-
-    @property
-    def rate(self) -> float:
-        """The slope of the memory in bytes per hour; 0 for less than a minute."""
-        if self.seconds < _MIN_HISTORY:
-            return 0.0
-        times, memory = np.array(self._samples).T
-        times -= times.mean()
-        return float(times @ (memory - memory.mean()) / (times @ times)) * 3600
-
-    @property
-    def is_steady(self) -> bool:
-        """True if the memory has grown in each part of at least 10 minutes, by more than 5% in all."""
-        if self.seconds < _MIN_STEADY or len(self._samples) < 2 * _PARTS:
-            return False
-        lows = [part.min() for part in np.array_split(np.array(self._samples)[:, 1], _PARTS)]
-        return all(one < other for one, other in pairwise(lows)) and lows[-1] > 1.05 * lows[0]
 
 
 # --- The statistics of a pool ----------------------------------------------------------------------------

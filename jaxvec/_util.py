@@ -39,19 +39,6 @@ def usable_cores(proc: str = "/proc/self") -> int:
     return max(1, min([cores, *map(math.ceil, _cpu_quotas(Path(proc)))]))
 
 
-def memory_left(proc: str = "/proc") -> float:
-    """Returns the bytes that this process and its children can still use: those of the machine or cgroup."""
-    left = [math.inf]
-    with suppress(OSError, ValueError):
-        meminfo = dict(line.split(":") for line in Path(proc, "meminfo").read_text().splitlines())
-        left.append(int(meminfo["MemAvailable"].split()[0]) * 1024)
-    for folder in _cgroups(Path(proc, "self"), "memory"):
-        with suppress(OSError, ValueError):  # no limit at this level, or "max"
-            limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
-            left.append(int(limit) - int(used))
-    return max(min(left), 0)
-
-
 def _cpu_quotas(proc: Path) -> Iterator[float]:
     """Yields the CPU quotas, in cores, of the cgroups of this process and of their parents."""
     for each in _cgroups(proc, "cpu"):

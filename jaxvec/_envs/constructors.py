@@ -40,7 +40,6 @@ from jaxvec._envs.envs import (
     Env,
     EnvErrorContext,
     EnvFn,
-    innermost,
 )
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
@@ -258,7 +257,6 @@ class Description:
     render_mode: str | None
     info: dict[str, Any] | None  # of its first reset; `None` if it was not reset
     mismatch: str | None  # the text of an error if an env has other spaces; else `None`
-    env_class: str  # the name of the class inside the wrappers
 
 
 def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
@@ -275,8 +273,7 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
             env_id += env.num_envs if isinstance(env, VectorEnv) else 1
         with EnvErrorContext(first, "metadata"):
             metadata = dict(envs[0].metadata)
-        render_mode, env_class = _read(envs[0], first, "render_mode"), type(innermost(envs[0])).__name__
-        return Description(spaces, metadata, render_mode, info, mismatch, env_class)
+        return Description(spaces, metadata, _read(envs[0], first, "render_mode"), info, mismatch)
 
 
 def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) -> str | None:

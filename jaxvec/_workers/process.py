@@ -7,12 +7,9 @@ requests over the control sockets, failures and replacements.
 from __future__ import annotations
 
 import logging
-import math
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,9 +27,9 @@ from jaxvec._envs.slice import Arguments, RequestName
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._spec import PoolSpec
-from jaxvec._stats import Growth, ProcessStats, family_of, memory_of, read_process
+from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Record
-from jaxvec._util import memory_left, usable_cores
+from jaxvec._util import usable_cores
 from jaxvec._workers import fork
 from jaxvec._workers.base import Check, Launcher, Process, WaitLimits, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.fork import Forker
@@ -44,7 +41,6 @@ from jaxvec._workers.worker import Attach, WorkerRecipe
 
 _SPIN_NS = 200_000  # how long an idle worker spins before it sleeps
 
-_WARNING_INTERVAL = 3600.0  # seconds between two warnings that a worker grows
 
 _logger = logging.getLogger("jaxvec")
 
@@ -106,54 +102,6 @@ class LocalLauncher(Launcher):
         self._output.close()
 
 
-_WATCH_INTERVAL = 15.0  # seconds between looks at the workers' memory, which take 0.2 ms per worker
-
-
-class MemoryWatch:
-    """A thread that reads the memory of the workers, and logs a warning when one grows steadily."""
-
-    def __init__(self, supervisor: Supervisor, env_class: str, *, warns: bool = True) -> None:
-        self._supervisor, self._env_class, self._warns = supervisor, env_class, warns
-        self._growths: dict[int, Growth] = {}  # by process id
-        self._warned: dict[int, float] = {}  # time of the last warning, by worker
-        self._stop = threading.Event()
-        if sys.platform == "linux":
-            threading.Thread(target=self._run, name="jaxvec memory watch", daemon=True).start()
-
-    def rate(self, pid: int) -> float:
-        """Returns the growth of a process in bytes per hour; 0 if it is unknown."""
-        return self._growths.get(pid, Growth()).rate
-
-    def look(self, now: float, read: Callable[[int], int]) -> None:
-        """Takes a sample of each worker's memory, which `read` returns for a process id, at time `now`."""
-        pids = {worker: pid for worker, pid in enumerate(self._supervisor.pids()) if pid is not None}
-        memory = {pid: read(pid) for pid in pids.values()}
-        self._growths = {pid: self._growths.get(pid) or Growth() for pid in memory}
-        for pid, growth in self._growths.items():
-            growth.add(now, memory[pid])
-        steady = {worker: pid for worker, pid in pids.items() if self._warns and self._growths[pid].is_steady}
-        total = max(sum(self._growths[pid].rate for pid in steady.values()), 1)
-        for worker, pid in steady.items():
-            if now - self._warned.get(worker, -math.inf) < _WARNING_INTERVAL:
-                continue
-            self._warned[worker] = now
-            growth, left = self._growths[pid], memory_left()
-            _logger.warning(
-                "%s grows steadily: env class %s, memory %.0f MB, %.0f MB per hour in the last %.0f min. At "
-                "the rate of all such workers, the free %.1f GB of the machine or cgroup last %.1f h. "
-                "Workers(recycle=...) replaces workers in time",
-                *(self._supervisor.diagnosis.name(worker), self._env_class, memory[pid] / 1e6),
-                *(growth.rate / 1e6, growth.seconds / 60, left / 1e9, left / total),
-            )
-
-    def close(self) -> None:
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.wait(_WATCH_INTERVAL):
-            self.look(time.monotonic(), lambda pid: memory_of(family_of(pid)))
-
-
 class ProcessWorkers(WorkerGroup):
     """The worker processes of one pool, and the parent's end of the dispatch to them."""
 
@@ -167,7 +115,6 @@ class ProcessWorkers(WorkerGroup):
         self._slices = recipe.slices
         self._launcher = launcher
         self._start_timeout = recipe.config.timeouts.start
-        self.memory_watch: MemoryWatch | None = None
         self._kind = dispatch
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
         self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
@@ -175,8 +122,6 @@ class ProcessWorkers(WorkerGroup):
         self.maps_segment = not launcher.at_sockets
         try:
             self.description = supervisor.build(learn_info=learn_info)
-            warns = recipe.config.workers.recycle is None
-            self.memory_watch = MemoryWatch(supervisor, self.description.env_class, warns=warns)
         except BaseException:
             self.close(timeout=0)
             raise
@@ -282,8 +227,6 @@ class ProcessWorkers(WorkerGroup):
         return records
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
-        if self.memory_watch is not None:
-            self.memory_watch.close()
         try:
             self.supervisor.close(timeout, tell=tell)
         finally:
@@ -292,10 +235,7 @@ class ProcessWorkers(WorkerGroup):
                 del self._dispatch, self._arrays
 
     def processes(self) -> list[ProcessStats | None]:
-        found = [None if pid is None else read_process(pid) for pid in self.supervisor.pids()]
-        assert self.memory_watch is not None
-        rate = self.memory_watch.rate
-        return [None if each is None else replace(each, growth=rate(each.pid)) for each in found]
+        return [None if pid is None else read_process(pid) for pid in self.supervisor.pids()]
 
     def kill(self) -> None:
         self.supervisor.kill()

@@ -1,9 +1,8 @@
-"""The memory of workers: what /proc shows, trends, warnings of growth, and `python -m jaxvec top`."""
+"""The processes of workers, as /proc shows them, and `python -m jaxvec top`."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -17,21 +16,11 @@ from support.disasters import wait_until
 
 import jaxvec
 from jaxvec import _stats
-from jaxvec._stats import Growth
-from jaxvec._util import memory_left
-from jaxvec._workers.process import MemoryWatch
 from jaxvec.cli import _top
 from jaxvec.cli._main import main
 from jaxvec.testing import CountingEnv
 
 MB = 1_000_000
-
-
-def grown(values, interval=15.0):
-    growth = Growth()
-    for number, value in enumerate(values):
-        growth.add(number * interval, value)
-    return growth
 
 
 # --- Statistics of processes ----------------------------------------------------------------------------
@@ -69,7 +58,7 @@ def test_stats_show_the_process_of_each_worker(make, stop):
         assert 0 < process.proportional_memory <= process.memory
         assert process.descriptors == expected.num_fds()
         assert process.threads == expected.num_threads()
-        assert process.children == process.growth == worker.recycled == 0
+        assert process.children == worker.recycled == 0
         assert 0 <= process.age < 600
     assert envs.stats().total.process is None
     with jaxvec.make(CountingEnv, 2, backend="serial") as envs:
@@ -98,67 +87,6 @@ def test_an_ended_process_has_no_stats():
     child.wait()
     assert _stats.read_process(child.pid) is None
     assert _stats.memory_of([child.pid]) == 0
-
-
-def test_memory_left_is_that_of_the_tightest_cgroup(tmp_path):
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (cgroups / "a/b").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 9000 kB\n")
-    assert memory_left(str(proc)) == 9000 * 1024
-    (proc / "self/cgroup").write_text("0::/a/b\n")
-    (proc / "self/mountinfo").write_text(f"30 23 0:26 / {cgroups} rw - cgroup2 cgroup2 rw\n")
-    for folder, limit, used in (("a/b", "max", 10), ("a", "5000", 1000)):
-        (cgroups / folder / "memory.max").write_text(f"{limit}\n")
-        (cgroups / folder / "memory.current").write_text(f"{used}\n")
-    assert memory_left(str(proc)) == 4000
-
-
-# --- Trends and warnings --------------------------------------------------------------------------------
-
-
-def test_growth_is_the_slope_over_the_last_hour():
-    growth = grown([100 * MB + number * MB for number in range(41)])  # 10 minutes
-    assert growth.seconds == 600
-    assert growth.rate == pytest.approx(240 * MB)
-    assert growth.is_steady
-    flat = grown([100 * MB] * 1000 + [200 * MB] * 241)
-    assert flat.seconds == 3600
-    assert flat.rate == pytest.approx(0, abs=1)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [100 * MB + number * MB for number in range(39)],  # too short
-        [100 * MB] * 200,
-        [100 * MB + (number % 50) * MB for number in range(200)],  # rises and falls
-        [100 * MB + number for number in range(200)],  # less than 5%
-        [100 * MB] * 30 + [300 * MB] * 170,  # grew once
-    ],
-)
-def test_other_trends_are_not_steady(values):
-    assert not grown(values).is_steady
-
-
-def test_a_warning_names_the_worker_and_class_that_grow(caplog):
-    class Hoarder(CountingEnv):
-        pass
-
-    with jaxvec.make(Hoarder, 4, num_workers=2) as envs:
-        growing = probe.pids(envs)[1]
-        watch = MemoryWatch(probe.supervisor(envs), "Hoarder")
-        with caplog.at_level(logging.WARNING, "jaxvec"):
-            for number in range(300):
-                watch.look(15.0 * number, lambda pid, n=number: 100 * MB + n * MB * (pid == growing))
-        (warning, again) = caplog.messages  # once an hour
-        assert warning.startswith(
-            "worker 1 (envs 2, 3) grows steadily: env class Hoarder, memory 140 MB, 240 MB"
-        )
-        assert "last" in again
-        assert watch.rate(growing) == pytest.approx(240 * MB)
-        assert watch.rate(probe.pids(envs)[0]) == 0
-        watch.close()
 
 
 # --- top ------------------------------------------------------------------------------------------------
