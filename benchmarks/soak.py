@@ -485,28 +485,32 @@ def run_leak(leak, exact, seconds):
         handle, _ = jaxvec.reset(envs, seed=0)
         program = jax.jit(lambda handle, actions: jax.lax.scan(jaxvec.step, handle, actions))
         watcher.start()
-        end, count, wrong = time.monotonic() + seconds, 0, 0
+        end, count, wrong, steps = time.monotonic() + seconds, 0, 0, np.zeros(4, int)
         try:
             while time.monotonic() < end:
                 actions = (count + np.arange(LENGTH)[:, None] + np.arange(4)) % 1000
                 handle, rows = program(handle, jnp.asarray(actions))
-                numbers = count + 1 + np.arange(LENGTH)[:, None] + np.zeros(4, int)
-                episode = (numbers - 1) % EPISODE + 1
-                over = episode == EPISODE
-                columns = [np.where(over, 0, episode), np.where(over, -1, actions)]
-                if exact:
-                    columns += [1 + numbers // EPISODE, numbers]
-                found = [rows.obs[..., column] for column in (2, 3, 0, 1)[: len(columns)]]
-                lengths = rows.info["episode_length"]
-                found += [rows.reward, rows.terminated, rows.truncated, lengths]
-                columns += [episode, over, np.zeros_like(over), episode]
-                wrong += sum(int((one != other).sum()) for one, other in zip(found, columns, strict=True))
+                rows = jax.tree.map(np.asarray, rows)
+                faults = rows.info["fault"]
+                for row, (fault, action) in enumerate(zip(faults, actions, strict=True)):
+                    steps = np.where(fault, steps, steps + 1)  # a cut takes no step
+                    over = ~fault & (steps == EPISODE)
+                    obs = np.where(over | fault, 0, steps), np.where(over | fault, -1, action)
+                    columns = [*obs, np.where(fault, 0, steps), over, fault, steps]
+                    found = [rows.obs[row, :, 2], rows.obs[row, :, 3], rows.reward[row], rows.terminated[row]]
+                    found += [rows.truncated[row], rows.info["episode_length"][row]]
+                    if exact:
+                        number = np.full(4, count + 1 + row)
+                        columns += [np.zeros(4, bool), 1 + number // EPISODE, number]
+                        found += [fault, rows.obs[row, :, 0], rows.obs[row, :, 1]]
+                    wrong += sum(int((one != other).sum()) for one, other in zip(found, columns, strict=True))
+                    steps = np.where(over | fault, 0, steps)
                 count += LENGTH
         finally:
             stop.set()
             watcher.join()
         recycled = envs.stats().total.recycled
-    states = "exact states" if exact else "ends of episodes"
+    states = "exact states" if exact else "cut episodes"
     row = f"| {leak}, {states} | {4 * count:,} | {recycled} | {peaks[0] / 1e6:.0f} | {peaks[1]} | {wrong} |"
     return row, wrong
 

@@ -28,7 +28,7 @@ from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
 
 # --- Recovery from faults --------------------------------------------------------------------------------
 
-Retry: TypeAlias = Literal["reset", "rebuild", "restore"]
+Retry: TypeAlias = Literal["reset", "rebuild"]
 
 _logger = logging.getLogger("jaxvec")
 
@@ -40,9 +40,7 @@ class Restart:
     Attributes:
         retry: Recovery of an env that raised or returned wrong data: `"reset"` resets it, `"rebuild"` closes
             it and builds a new one. A worker that died or hangs is always replaced, and all its envs are
-            rebuilt. `"restore"` also restores rebuilt envs to the state that `jaxvec.save` saved last, after
-            the result of the fault; envs without a saved state are reset. It needs `make(states=n)` and
-            autoreset, and each save then sends states to this process.
+            rebuilt.
         max_restarts: Maximum number of faults of each worker and its envs over the pool's lifetime; `None`
             for no limit. The next fault is raised.
         rate: Maximum faults in a number of seconds: `(3, 60.0)` is three per minute; `None` for no limit.
@@ -115,7 +113,7 @@ class Budget:
     @property
     def rebuilds(self) -> bool:
         """True if an env that raised is rebuilt."""
-        return self.policy is not None and self.policy.retry != "reset"
+        return self.policy is not None and self.policy.retry == "rebuild"
 
     def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
         """Counts and logs a fault, with a note on what is lost; raises `error` if the limits are exceeded."""
@@ -242,7 +240,6 @@ def _variables(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
 
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-Fallback: TypeAlias = Literal["episodes", "cut"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +247,8 @@ class Recycle:
     """Limits for `Workers(recycle=...)`. A fresh process replaces a worker that exceeds one of them.
 
     If the envs have exact states, as for `jaxvec.save`, they continue in the new process in the middle of
-    their episodes, and the data do not change. The first replacement verifies that. `fallback` is for others.
-    An env that would differ in the new process is cut: its next result is truncated, with `info["fault"]`.
+    their episodes, and the data do not change. The first replacement verifies that. The episodes of other
+    envs are cut: their next results are truncated, with `info["fault"]`.
 
     Attributes:
         memory: Resident memory of the worker and its child processes, as a number of bytes or a text such as
@@ -259,9 +256,6 @@ class Recycle:
         steps: Number of steps of the worker's envs together.
         seconds: Age of the process in seconds.
         descriptors: Number of open file descriptors of the worker.
-        fallback: `"episodes"` moves each env at the end of its own episode, and no episode is cut: until the
-            last one ends, the old process steps the remaining envs for the new one, with a higher cost.
-            `"cut"` replaces all at once. The next result of each env is then truncated, with `info["fault"]`.
 
     Example:
         ```python
@@ -275,7 +269,6 @@ class Recycle:
     steps: int | None = None
     seconds: float | None = None
     descriptors: int | None = None
-    fallback: Fallback = "episodes"
 
     def __post_init__(self) -> None:
         if self.memory is not None:
@@ -290,7 +283,6 @@ class Recycle:
             if getattr(self, name) is not None:
                 check_count(f"Recycle({name}=...)", getattr(self, name), 1)
         object.__setattr__(self, "seconds", _check_seconds("Recycle(seconds=...)", self.seconds))
-        _check_choice("Recycle(fallback=...)", self.fallback, get_args(Fallback))
         if (self.memory, self.steps, self.seconds, self.descriptors) == (None,) * 4:
             raise ValueError("Recycle() has no limit; pass memory, steps, seconds or descriptors")
 
@@ -381,9 +373,6 @@ class States:
             restores it in an env that was made by the same function.
         trust: Classes that jaxvec does not copy by itself, to be copied by their own protocol
             (`__reduce__`), which has to be exact.
-        verify: Share of the saves to verify, from 0 to 1. The next 40 steps and resets of the env are then
-            recorded. The first save after them, or the next restore, repeats them from the saved state in a
-            forked process, and raises `EnvStateError` if a result differs.
 
     Example:
         ```python
@@ -403,16 +392,12 @@ class States:
     max: int = 0
     functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None
     trust: Sequence[type] = ()
-    verify: float = 0.0
 
     def __post_init__(self) -> None:
         check_count("States(max=...)", self.max, 0)
         trust: Any = self.trust
         if not isinstance(trust, (tuple, list)) or not all(isinstance(each, type) for each in trust):
             raise TypeError(f"States(trust=...) must be a list of classes, not {trust!r}")
-        share: Any = self.verify
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise ValueError(f"States(verify=...) must be a share of the saves from 0 to 1, not {share!r}")
         functions: Any = self.functions
         if functions is None:
             return
@@ -621,14 +606,6 @@ class PoolConfig:
                 "states and spare_envs cannot be combined: with spare envs, the next episode depends on the "
                 "other envs, so it cannot be restored from one env's state. Remove one of them"
             )
-        if restart is not None and restart.retry == "restore":
-            if not self.states.max:
-                raise ValueError('Restart(retry="restore") needs saved states: pass make(states=n)')
-            if manual_reset:
-                raise ValueError(
-                    'Restart(retry="restore") needs autoreset: without it, the program itself resets or '
-                    "restores an env after a fault"
-                )
         if self.workers.python is not None and isinstance(self.backend, OtherMachines):
             raise ValueError(
                 "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"

@@ -229,8 +229,10 @@ class VectorEnv:
         slots = _arguments.check_indices(indices, self.num_envs)
         return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
 
-    def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep[NDArray[Any]]:
+    def restore(self, state: EnvState, *, indices: Any = None, mask: Any = None) -> TimeStep[NDArray[Any]]:
         """Restores all envs, or those of `indices`, to the states `[k]`; see `jaxvec.restore`.
+
+        With `mask`, bool `[k]`, the others of these envs stay as they are.
 
         Example:
             ```python
@@ -243,8 +245,9 @@ class VectorEnv:
         """
         slots = _arguments.check_indices(indices, self.num_envs)
         ids = _spec.check_states(state, len(slots))
+        mask = _arguments.check_mask(mask, len(slots))
         move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
-        return self.spec.build_timestep(registry.restore(self._pool, move, ids, deliver=self._deliver))
+        return self.spec.build_timestep(registry.restore(self._pool, move, ids, mask, deliver=self._deliver))
 
     def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep[NDArray[Any]]]:
         """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.

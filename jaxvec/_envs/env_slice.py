@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from random import Random
 from time import monotonic_ns
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,6 @@ from jaxvec._envs.env_states import (
     EnvState,
     ForkedProcessEnded,
     LostStates,
-    Recording,
     SavedStates,
     SlotState,
     StatefulEnv,
@@ -58,11 +57,10 @@ from jaxvec._envs.envs import (
     put_attr,
     wrong_step,
 )
-from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes, SavedEpisode
+from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes
 from jaxvec._envs.flight import FlightRecorder
-from jaxvec._envs.guests import Guest, Host, call, find_callable
 from jaxvec._envs.simulator import Simulator
-from jaxvec._envs.slice import Done, HandedOver, Slice, SlotSettings, TakenOver
+from jaxvec._envs.slice import Done, ExportedSlots, ImportedSlots, Slice, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import store
@@ -111,7 +109,7 @@ class EnvSlice(Slice):
 
         `spares` take turns with `envs`. With `lends`, envs may write observations directly into their rows.
         `replaces` is for a slice that replaces one of a dead process: the leaves of Python objects that the
-        program received last, `[n, ...]` each. With `moved`, `take_over` will restore the states of its envs.
+        program received last, `[n, ...]` each. With `moved`, `import_slots` follows.
         """
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
@@ -176,9 +174,6 @@ class EnvSlice(Slice):
         self._indices: list[int] = []
         self._index: Index = slice(0, 0, 1)
         self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
-        # States that replace the next reset of envs that a fault has interrupted (`retry="restore"`).
-        # An error takes the place of one that could not be unpickled.
-        self._resumed: dict[int, SlotState | EnvStateError] = {}
         self._states = SavedStates(self._stats)
         self._received: dict[bytes, SlotState] = {}  # compared with their originals, to be restored next
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
@@ -187,8 +182,6 @@ class EnvSlice(Slice):
         # The serial backend runs in the program, and a fork of that would lack its threads.
         self._verifies_in_fork = config.backend != "serial" and hasattr(os, "fork")
         self._unverified = set(range(len(envs)))  # envs without a verified restore
-        self._verified_share, self._random = config.states.verify, Random(first)
-        self._recorded: dict[int, Recording] = {}  # by index, states to verify
         self._simulator = Simulator(
             env_fns,
             first=first,
@@ -220,7 +213,6 @@ class EnvSlice(Slice):
             index = slot - self.first
             self._running[0] = slot + 1
             try:
-                self._resumed.pop(index, None)
                 options = None if self._options is None else self._options[index]
                 self._rows.write_obs(index, self._start(index, *self._slots.reset(index, options)))
                 if done is not None:
@@ -290,11 +282,6 @@ class EnvSlice(Slice):
         self._slots.keep_options(index, self._copied(settings.options))
         if not settings.keeps_options:
             self._slots.withhold_options(index)
-        if settings.state is not None and self._episodes.is_lost(index):
-            try:
-                self._resumed[index] = unpack(settings.state)
-            except EnvStateError as error:  # of the next reset, which the env then makes
-                self._resumed[index] = error
 
     @property
     def can_prepare(self) -> bool:
@@ -406,10 +393,7 @@ class EnvSlice(Slice):
             return obs
         if state[index] == LOST:
             assert delivered is not None
-            state_after = self._resumed.get(index)
-            resumed = state_after.episode[1:] if isinstance(state_after, SlotState) else None
-            cut = delivered.episode(index, resumed)
-            if self._episodes.cut(index, cut, over=delivered.over(index)):
+            if self._episodes.cut(index, delivered.episode(index), over=delivered.over(index)):
                 self._stats[_stats.FAULTS] += 1
                 self._stats[_stats.EPISODES] += 1
                 # As below; but here, so that a reset that fails and is tried again is counted once.
@@ -417,11 +401,9 @@ class EnvSlice(Slice):
                 obs, info = self._close_row(index, delivered.obs(index), {})
                 self._rows.write_info(index, info)
                 return obs
-            if not delivered.over_by_fault(index):  # the fault hit no running episode
-                self._resumed.pop(index, None)
         if state[index] == ENDED:
             with EnvErrorContext(self.first + index, "reset"):
-                obs = self._start(index, *self._autoreset(index))
+                obs = self._start(index, *self._slots.autoreset(index))
         else:
             assert state[index] == IDLE
             self._episodes.idle(index)
@@ -452,28 +434,17 @@ class EnvSlice(Slice):
     def _reset_in_step(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Resets an env in the step that ended its episode. If that fails, the env stays UNRESET."""
         try:
-            obs, info, episode = self._autoreset(index)
+            obs, info = self._slots.autoreset(index)
         except BaseException as error:
             raise EnvFailure(self.first + index, "reset") from error
-        self._episodes.reset_in_step(index, episode)
+        self._episodes.reset_in_step(index)
         return obs, {**info, "final_info": self._final_infos.pop(index)}
 
-    def _autoreset(self, index: int) -> tuple[Any, dict[str, Any], SavedEpisode | None]:
-        """Resets an env after its episode, or restores its last saved state and episode after a fault."""
-        state = self._resumed.pop(index, None)
-        if isinstance(state, EnvStateError):
-            raise state
-        if state is not None:
-            self._restore_env(index, state, fault=True)
-            if state.episode[0] != ENDED:  # else the restored env has to be reset, too
-                return state.obs, state.info, state.episode
-        return *self._slots.autoreset(index), None
-
-    def _start(self, index: int, obs: Any, info: dict[str, Any], episode: SavedEpisode | None = None) -> Any:
+    def _start(self, index: int, obs: Any, info: dict[str, Any]) -> Any:
         """Writes the row of a reset, except the observation, which it returns."""
         self._rows.write_info(index, info)
         self._rows.final.clear(index)
-        self._episodes.begin(index, episode)  # last: if a write fails, the env still has to be reset
+        self._episodes.begin(index)  # last: if a write fails, the env still has to be reset
         return obs
 
     def _count_steps(self, place: int) -> None:
@@ -506,7 +477,7 @@ class EnvSlice(Slice):
         results: list[Any] = []
         for slot, env, (arguments, keywords) in self._accessed(slots, [(each, kwargs) for each in args]):
             with AttributeErrorContext(slot, name):
-                attribute = find_callable(env, name)
+                attribute = find_attr(env, name)
             with EnvErrorContext(slot, name):
                 results.append(attribute(*arguments, **keywords) if callable(attribute) else attribute)
         return results
@@ -515,22 +486,20 @@ class EnvSlice(Slice):
         values: list[Any] = []
         for slot, env, _ in self._accessed(slots, args):
             with AttributeErrorContext(slot, name):
-                values.append(call(find_attr, env, name))
+                values.append(find_attr(env, name))
         return values
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         results: list[Any] = []
         for slot, env, arguments in self._accessed(slots, args):
             with EnvErrorContext(slot, "map"):
-                results.append(call(function, env, *arguments))
+                results.append(function(env, *arguments))
         return results
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
         for slot, env, value in self._accessed(slots, values):
             with AttributeErrorContext(slot, f"set_attr({name!r})"):
-                call(put_attr, env, name, value)
-                if isinstance(env, Guest):
-                    put_attr(env.own, name, value)
+                put_attr(env, name, value)
 
     def _accessed(self, slots: Iterable[int], args: Sequence[Any]) -> Iterator[tuple[int, Env, Any]]:
         """Yields each slot with its env and a copy of its arguments. User code may then change the env."""
@@ -542,49 +511,26 @@ class EnvSlice(Slice):
 
     # --- The replacement of the process -----------------------------------------------------------
 
-    def can_leave(self) -> bool:
-        """Returns whether `hand_over` can be called: no env is elsewhere, or has to recover from a fault."""
-        has_guests = any(isinstance(env, Guest) for env in self._slots.envs)
-        return not (has_guests or self._resumed or any(each > IDLE for each in self._episodes.state))
+    def can_export(self) -> bool:
+        """Returns whether `export_slots` can be called: no env has to recover from a fault."""
+        return not any(each > IDLE for each in self._episodes.state)
 
-    def hand_over(self, *, inexact: str, cut: bool) -> HandedOver:
-        """Returns a message for the process that continues. Afterwards, this slice can only `host` envs.
+    def export_slots(self) -> ExportedSlots:
+        """Returns a message for the next process, which cuts episodes that it can't continue exactly."""
+        try:
+            for index in range(len(self._slots.envs)):
+                if index in self._unverified:
+                    self._verify(self.first + index)
+            return ExportedSlots(self._pack_slots())
+        except Exception as error:  # also one of a user's own functions
+            return ExportedSlots(None, _first_line(error))
 
-        `inexact` is the known reason why the states of the envs are not exact, or empty. Then, running
-        episodes are `cut`, or continued by `host`.
-        """
-        slots, indices = self._slots, range(len(self._slots.envs))
-        if not inexact:
-            try:
-                for index in indices:
-                    self._verify_recorded(index, is_last=True)
-                    if index in self._unverified:
-                        self._verify(self.first + index)
-                return HandedOver(self._pack_slots())
-            except Exception as error:  # also one of a user's own functions
-                inexact = _first_line(error)
-        if cut:
-            return HandedOver(None, inexact)
-        # Envs between two episodes need not stay.
-        guests = [each for each in indices if slots.was_reset(each) and not self._episodes.is_over(each)]
-        for index in guests:
-            slots.set_buffer(index, lend=False)
-        if guests:
-            self._host = Host({index: slots.envs[index] for index in guests})
-        return HandedOver(self._pack_slots(guests), inexact, self._host.address if guests else None)
-
-    def host(self) -> None:
-        """Steps envs for the new process to the ends of their episodes."""
-        self._host.serve()
-
-    def take_over(self, handed: HandedOver) -> TakenOver:
+    def import_slots(self, data: bytes) -> ImportedSlots:
         """Continues the slots of an old process, and reports which could not be continued.
 
         The envs of these are built anew. Their rows will show that their episodes were cut, as after a fault.
         """
-        assert handed.data is not None
-        slots, guests, kept, self._unverified, self._rows.given = pickle.loads(handed.data)
-        connection: Any = handed.host and handed.host.connect()
+        slots, kept, self._unverified, self._rows.given = pickle.loads(data)
         cut: dict[int, str] = {}
         for index, packed in enumerate(slots):
             try:
@@ -593,47 +539,42 @@ class EnvSlice(Slice):
                 cut[self.first + index] = _first_line(error)
                 self._slots.rebuild(index)
                 self._episodes.lose(index)
-        for index in guests:
-            self._slots.invite(index, connection)
         try:
             states: dict[int, SlotState] = pickle.loads(kept)
             self._compare(list(states.values()))
         except Exception:
-            return TakenOver(cut, keeps_states=False)
+            return ImportedSlots(cut, keeps_states=False)
         self._states.add(list(states), list(states.values()))
-        return TakenOver(cut, keeps_states=True)
+        return ImportedSlots(cut, keeps_states=True)
 
-    def _pack_slots(self, guests: Sequence[int] | None = None) -> bytes:
-        """Pickles all that the new process needs; without the envs if it gets `guests`."""
-        whole = guests is None
+    def _pack_slots(self) -> bytes:
+        """Pickles all that the new process needs."""
         slots: list[bytes] = []
         for index, stateful in enumerate(self._slots.stateful):
-            if whole:
-                self._slots.set_buffer(index, lend=False)
-            state = self._save_slot(index, self.first + index, whole=whole)
-            if whole:
-                state.env.original = stateful.digest()
+            self._slots.set_buffer(index, lend=False)
+            state = self._save_slot(index, self.first + index)
+            state.env.original = stateful.digest()
             slots += pack([state])
         try:
-            states = self._states.by_number if whole else {}
+            states = self._states.by_number
             kept = dumps(dict(zip(states, self._with_originals(list(states.values())), strict=True)))
         except Exception:
             kept = b""  # they are lost
-        return dumps((slots, guests or (), kept, self._unverified, self._rows.given))
+        return dumps((slots, kept, self._unverified, self._rows.given))
 
     # --- Saved states -----------------------------------------------------------------------------
 
     def try_save(self, slots: NDArray[Any]) -> None:
         indices = slots - self.first
         listed = indices.tolist()
-        if not self._unverified.isdisjoint(listed) or any(map(self._is_due, self._recorded.keys() & listed)):
+        if not self._unverified.isdisjoint(listed):
             return
         # After an error, the numbers remain, and the parent's request `save_states` raises it again.
         with self._states.evicting(int(self._oldest_state[0])), suppress(BaseException):
             states: list[SlotState] = []
             for slot in slots.tolist():
                 self._running[0] = slot + 1
-                states.append(self._save_slot(slot - self.first, slot, is_recorded=self._is_chosen()))
+                states.append(self._save_slot(slot - self.first, slot))
             self._states.add(self._state_numbers[indices].tolist(), states)
             self._state_numbers[indices] = 0
         self._running[0] = 0
@@ -642,7 +583,7 @@ class EnvSlice(Slice):
         indices = slots - self.first
         numbers = self._state_numbers[indices].tolist()
         with self._states.evicting(int(self._oldest_state[0])), suppress(BaseException):  # as in `try_save`
-            if self._states.missing(numbers) or self._recorded.keys() & indices.tolist():
+            if self._states.missing(numbers):
                 return
             for slot, number in zip(slots.tolist(), numbers, strict=True):
                 self._running[0] = slot + 1
@@ -650,42 +591,26 @@ class EnvSlice(Slice):
             self._state_numbers[indices] = 0
         self._running[0] = 0
 
-    def save_states(
-        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
-    ) -> list[bytes] | None:
+    def save_states(self, slots: Sequence[int], numbers: Sequence[int], oldest: int) -> None:
         """Saves the states of envs under these numbers, and evicts those with numbers below `oldest`.
 
         The first save of each kind of env verifies that its envs can be restored exactly.
-
-        Returns:
-            The states with their observations as bytes, if `packed`; else `None`.
 
         Raises:
             EnvFailure: A state can't be saved, or a restored env does not reproduce it.
         """
         states: list[SlotState] = []
-        originals: list[SlotState] = []
         slot = slots[0]
         with self._states.evicting(oldest):
             try:
                 for slot in slots:
                     index = slot - self.first
-                    self._verify_recorded(index, is_last=False)
-                    is_recorded = self._is_chosen()
                     if index in self._unverified:
-                        is_recorded |= not self._verify(slot)
-                    with self._slots.unlent(index) if packed else nullcontext():
-                        states.append(self._save_slot(index, slot, is_recorded=is_recorded))
-                        if packed:
-                            env = replace(states[-1].env, original=self._slots.stateful[index].digest())
-                            originals.append(states[-1]._replace(env=env, obs=self._rows.obs(index)))
+                        self._verify(slot)
+                    states.append(self._save_slot(index, slot))
             except BaseException as error:
                 raise EnvFailure(slot, "save") from error
             self._states.add(numbers, states)
-            if not packed:
-                return None
-            with EnvErrorContext(slot, "save"):
-                return pack(originals)
 
     def restore_states(
         self,
@@ -708,7 +633,6 @@ class EnvSlice(Slice):
             slot = slots[0]
             try:
                 for slot, source in zip(slots, sources, strict=True):
-                    self._verify_recorded(slot - self.first, is_last=True)
                     if isinstance(source, int):
                         state = self._states[source]
                     else:
@@ -882,29 +806,14 @@ class EnvSlice(Slice):
         restore(0, states[0])
         self._step(np.arange(len(states)), save_and_restore_next)
 
-    def _save_slot(
-        self, index: int, slot: int, *, is_recorded: bool = False, whole: bool = True
-    ) -> SlotState:
-        """Returns the state of the env at `index`, labelled with `slot`; unless `whole`, without the env.
-
-        If `is_recorded`, it also records the next calls of the env, to verify the state by them later.
-        """
-        if self._episodes.state[index] > IDLE or index in self._resumed:
+    def _save_slot(self, index: int, slot: int) -> SlotState:
+        """Returns the state of the env at `index`, labelled with `slot`."""
+        if self._episodes.state[index] > IDLE:
             raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
-        if isinstance(self._slots.envs[index], Guest):
-            raise EnvStateError("the env ends its episode in a recycled process, where it can't be saved")
         info, objects = self._rows.infos[index], self._rows.objects
-        stateful = self._slots.stateful[index]
-        is_recorded = is_recorded and index not in self._recorded
-        if is_recorded:  # its results are compared, so they need memory of their own
-            self._slots.set_buffer(index, lend=False)
-        state = stateful.save() if whole else cast("EnvState", None)
-        if is_recorded:
-            self._recorded[index] = Recording(stateful, state)
-            self._slots.targets.set_env(index, self._recorded[index])
         return SlotState(
             slot,
-            state,
+            self._slots.stateful[index].save(),
             self._episodes.save(index),
             self._slots.save(index),
             deepcopy(info) if info else _EMPTY,
@@ -926,29 +835,21 @@ class EnvSlice(Slice):
         self._final_infos.pop(index, None)
 
     def _restore_env(self, index: int, state: SlotState, *, fault: bool = False) -> None:
-        self._resumed.pop(index, None)  # this restore takes precedence over recovery from a fault
         if self._flight is not None:
             self._flight.forget(index)
-        if state.env is None:  # pyright: ignore[reportUnnecessaryComparison]
-            return  # a guest, or a new env between two episodes
         self._slots.restore(index, state.env, state.resets, fault=fault)
 
-    def _verify(self, slot: int) -> bool:
-        """Verifies that envs of this one's kind continue exactly from restored states, once per kind.
-
-        Returns False if the env has ended the process that stepped it with random actions.
-        """
+    def _verify(self, slot: int) -> None:
+        """Verifies that envs of this one's kind continue exactly from restored states, once per kind."""
         kind, index = self._simulator.kind, slot - self.first
         fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
         stateful = self._slots.stateful[index]
         stateful.save()  # first: an error here needs no child
         try:
             self._call_apart(index, partial(stateful.verify, fresh=fresh))
-            has_ended = False
-        except ForkedProcessEnded:
-            has_ended = True
+        except ForkedProcessEnded as error:
+            warnings.warn(f"the states of env {slot} are used without a proof: {error}", stacklevel=1)
         self._unverified = {each for each in self._unverified if kind(self.first + each) != kind(slot)}
-        return not has_ended
 
     def _call_apart(self, index: int, verify: Callable[[], None]) -> None:
         """Calls a function that steps an env, in a forked child of a worker."""
@@ -959,27 +860,3 @@ class EnvSlice(Slice):
                 call_in_fork(verify, self._slots.envs[index])
             else:
                 verify()
-
-    def _is_chosen(self) -> bool:
-        return self._verified_share > 0 and self._random.random() < self._verified_share
-
-    def _is_due(self, index: int) -> bool:
-        """Returns whether a recording is complete, or ended early: user code may have changed the env."""
-        state = self._recorded[index]
-        return state.is_complete or self._slots.targets.envs[index] is not state
-
-    def _verify_recorded(self, index: int, *, is_last: bool) -> None:
-        """Verifies the recorded state of an env if its recording is complete, or `is_last`."""
-        if index not in self._recorded or not (is_last or self._is_due(index)):
-            return
-        state = self._recorded.pop(index)
-        self._slots.changed(index)  # it is stepped without the recording
-        if state.stateful is not self._slots.stateful[index]:  # a fault has replaced the env
-            return
-        before = None
-        if not self._verifies_in_fork:
-            try:
-                before = state.stateful.save()
-            except EnvStateError:  # it could not be restored after a verification in place
-                return
-        self._call_apart(index, partial(state.verify, before))

@@ -47,13 +47,12 @@ class SlotState(NamedTuple):
     """
 
     slot: int  # the slot that it was saved from
-    env: EnvState  # of the env and its wrappers; `None` in `EnvSlice.hand_over` if the env is not moved
+    env: EnvState  # of the env and its wrappers
     episode: tuple[int, Any, int]  # from `Episodes.save`
     resets: tuple[int, int | None, Any]  # from `SlotEnvs.save`
     info: dict[str, Any]  # the raw info of the last reset or step
     is_final: bool  # True if the row contains the last step of an episode
     objects: dict[KeyPath, Any]  # the leaves of the row that are Python objects
-    obs: Any = None  # the observation in the row, if the state leaves the worker
 
 
 @dataclass(frozen=True)
@@ -368,11 +367,11 @@ class StatefulEnv:
                     raise EnvStateError(
                         f"cannot restore {name}: {attribute} differs after the restore. {_ADVICE}"
                     )
-                self.repeat(parts, name)
+                self._repeat(parts, name)
             for state, parts in points:
                 if (copied := _pickled(state)) is not None:
                     self.restore(copied)
-                    self.repeat(parts, f"{name} from a pickled state")
+                    self._repeat(parts, f"{name} from a pickled state")
         finally:
             self.restore(before)
 
@@ -408,7 +407,7 @@ class StatefulEnv:
                 recording.reset()
         return recording
 
-    def repeat(self, parts: Sequence[Recording], name: str) -> None:
+    def _repeat(self, parts: Sequence[Recording], name: str) -> None:
         """Repeats the calls of recordings, and raises `EnvStateError` if a result differs."""
         steps = 0
         for first in parts:
@@ -429,41 +428,14 @@ class StatefulEnv:
                 )
 
 
-_MAX_RECORDED = 40  # calls
-
-
 class Recording:
-    """The next calls of an env and their results, while it is stepped and reset through this object.
+    """The calls of an env and their results, when it is stepped and reset through this object."""
 
-    With a saved `state`, it can verify that the env repeats the results from there.
-    """
-
-    def __init__(self, stateful: StatefulEnv, state: EnvState | None = None) -> None:
+    def __init__(self, stateful: StatefulEnv) -> None:
         self.stateful = stateful
-        self._state = state
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # method and arguments
         self.results: list[Any] = []  # a snapshot of each result
         self.states: list[EnvState] = []  # after the first few calls, to name an attribute that differs
-
-    @property
-    def is_complete(self) -> bool:
-        return self._state is not None and len(self.results) >= _MAX_RECORDED
-
-    def verify(self, before: EnvState | None) -> None:
-        """Restores the state, makes the same calls, and raises `EnvStateError` if a result differs.
-
-        At the end, it restores the state `before`. In a forked process, which needs none, it is `None`.
-        """
-        assert self._state is not None
-        name = type(self.stateful.env.unwrapped).__name__
-        try:
-            for state, form in ((self._state, ""), (_pickled(self._state), " from a pickled state")):
-                if state is not None:
-                    self.stateful.restore(state)
-                    self.stateful.repeat([self], name + form)
-        finally:
-            if before is not None:
-                self.stateful.restore(before)
 
     def step(self, action: Any) -> Any:
         return self._call("step", (action,), {})
@@ -474,18 +446,15 @@ class Recording:
     def replay(self) -> Recording:
         """Makes the same calls once more, and returns a recording of them."""
         again = Recording(self.stateful)
-        for call in self.calls[: len(self.results)]:
+        for call in self.calls:
             with suppress(Exception, SystemExit):
                 again._call(*copy.deepcopy(call))
         return again
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = getattr(self.stateful.env, method)
-        if self.is_complete:
-            return call(*args, **kwargs)
-        self.calls[len(self.results) :] = [copy.deepcopy((method, args, kwargs))]
+        self.calls.append(copy.deepcopy((method, args, kwargs)))
         try:
-            result = call(*args, **kwargs)
+            result = getattr(self.stateful.env, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
             self.results.append(_value((type(error).__name__, str(error))))
             raise

@@ -60,15 +60,13 @@ class Episodes:
         self._idle = scalars(idle)
         self._over = _AFTER_END[autoreset]
 
-    def begin(self, index: int, saved: SavedEpisode | None = None) -> None:
-        """Starts a new episode, or continues a saved one, in a row of its own without a reward."""
+    def begin(self, index: int) -> None:
+        """Starts a new episode, in a row of its own without a reward."""
         self._write_flags(index, False, False, fault=False)
         self._idle[index] = False
-        self._restart(index, PLAYING, saved)
-        self.row_rewards[index] = self._zero
-        with np.errstate(over="ignore"):  # see `rows.store`
-            self.row_returns[index] = self._returns[index]
-        self.row_lengths[index] = self._lengths[index]
+        self._restart(index, PLAYING)
+        self.row_rewards[index] = self.row_returns[index] = self._zero
+        self.row_lengths[index] = 0
 
     def take(self, index: int, reward: Any) -> bool:
         """Adds a step's reward. Returns True if the row still has marks of the previous episode's end."""
@@ -84,9 +82,9 @@ class Episodes:
         self.state[index] = self._over if over else PLAYING
         return over
 
-    def reset_in_step(self, index: int, saved: SavedEpisode | None = None) -> None:
-        """Starts or continues an episode, but keeps the row, which shows the end of the last one."""
-        self._restart(index, MARKED, saved)
+    def reset_in_step(self, index: int) -> None:
+        """Starts an episode, but keeps the row, which shows the end of the last one."""
+        self._restart(index, MARKED)
 
     def idle(self, index: int) -> None:
         """Marks the row of an env that was not stepped; the rest of the row is unchanged."""
@@ -112,10 +110,6 @@ class Episodes:
         self.state[index] = self._over
         return True
 
-    def is_lost(self, index: int) -> bool:
-        """Returns True if a fault interrupted the episode and the row does not show that yet."""
-        return self.state[index] == LOST
-
     def is_over(self, index: int) -> bool:
         """Returns True if the env has to be reset before its next step."""
         ended = self._over == MARKED and bool(self._terminated[index] or self._truncated[index])
@@ -135,9 +129,8 @@ class Episodes:
         if self.state[index] == PLAYING:
             self.state[index] = MARKED
 
-    def _restart(self, index: int, state: int, saved: SavedEpisode | None) -> None:
-        _, played, length = (state, self._zero, 0) if saved is None else saved
-        self.state[index], self._returns[index], self._lengths[index] = state, played, length
+    def _restart(self, index: int, state: int) -> None:
+        self.state[index], self._returns[index], self._lengths[index] = state, self._zero, 0
 
     def _write_flags(self, index: int, terminated: bool, truncated: bool, *, fault: bool) -> None:
         self._terminated[index], self._truncated[index], self._fault[index] = terminated, truncated, fault
@@ -152,8 +145,6 @@ class Episodes:
 # If the worker dies before 2, the rows are still unchanged; if after 2, the copies are complete. The worker
 # that replaces it compares request numbers, and does not copy again for the same request.
 
-_OVER_BY_FAULT = 2  # in `kept_over`: a fault ended the episode; 1 for any other end, 0 for no end
-
 
 class CommittedRows:
     """Copies of the last delivered rows, by the env's index in the slice."""
@@ -165,7 +156,6 @@ class CommittedRows:
             for leaf in spec.kept_leaves
         }
         self._terminated, self._truncated = rows["terminated",], rows["truncated",]
-        self._fault = rows["info", "fault"]
         self._over, self._for, self._requested = (
             rows[name,] for name in ("kept_over", "kept_for", "requested")
         )
@@ -180,8 +170,7 @@ class CommittedRows:
         index = index_of(new)
         for path, kept in self._kept.items():
             kept[index] = self._rows[path][index]
-        over = self._terminated[index] | self._truncated[index]
-        self._over[index] = over + self._fault[index].view(np.uint8)
+        self._over[index] = self._terminated[index] | self._truncated[index]
         self._for[index] = self._requested[index]  # last, since it makes the copies valid
 
     def take_over(self, objects: Mapping[KeyPath, NDArray[Any]]) -> None:
@@ -196,16 +185,8 @@ class CommittedRows:
     def over(self, index: int) -> bool:
         return bool(self._over[index])
 
-    def over_by_fault(self, index: int) -> bool:
-        return bool(self._over[index] == _OVER_BY_FAULT)
-
-    def episode(self, index: int, resumed: tuple[Any, int] | None) -> tuple[Any, int]:
-        """Returns return and length of the running episode; zeros if none is running.
-
-        If the row of a fault continued from a saved state, these are its return and length, `resumed`.
-        """
-        if self.over_by_fault(index) and resumed is not None:
-            return resumed
+    def episode(self, index: int) -> tuple[Any, int]:
+        """Returns return and length of the running episode; zeros if none is running."""
         if self._over[index]:
             return self._zero, 0
         episode_return = self._kept["info", "episode_return"][index]

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from jaxvec._arguments import Options
 from jaxvec._config import Restart
 from jaxvec._envs.envs import EnvFailure
-from jaxvec._envs.guests import Address
 from jaxvec._spec import KeyPath
 from jaxvec._tracing import Record, Recorder
 from jaxvec._util import copied
@@ -26,18 +25,15 @@ class SlotSettings:
 
     options: dict[str, Any] | None  # of its first reset, unless the program requests it with other options
     attributes: Mapping[str, Any]  # by name; each value is cloudpickled on the way to a worker
-    state: bytes | None = None  # packed by `env_states.pack`; restored in place of the first reset
     keeps_options: bool = True  # False if its first reset does not get declared options
 
 
 class EnvSettings:
-    """The latest settings and saved states of all envs of a pool, by slot."""
+    """The latest settings of all envs of a pool, by slot."""
 
     def __init__(self, policy: Restart, pack: Callable[[Any], Any]) -> None:
         self._pack = pack  # copies or pickles a value, so that later changes by its owner have no effect
         self._keeps_options = policy.keep_options
-        self.keeps_states: bool = policy.retry == "restore"  # True if `save` has to be called for each state
-        self._states: dict[int, bytes] = {}
         self._options: dict[int, dict[str, Any]] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
         self._called: set[int] = set()
@@ -67,20 +63,12 @@ class EnvSettings:
         if self._keeps_options:
             self._called.update(slots.tolist())
 
-    def save(self, slots: NDArray[Any], states: Sequence[bytes]) -> None:
-        self._states.update(zip(slots.tolist(), states, strict=True))
-
-    def saved(self, slots: Iterable[int]) -> list[int]:
-        """Returns those of `slots` that have a saved state."""
-        return sorted(self._states.keys() & set(slots))
-
     def of(self, slot: int) -> SlotSettings | None:
         """Returns the settings of a new env in a slot; `None` if it needs none."""
         options, attributes = self._options.get(slot), self._attributes.get(slot)
-        state = self._states.get(slot)
-        if options is None and attributes is None and state is None and self._keeps_options:
+        if options is None and attributes is None and self._keeps_options:
             return None
-        return SlotSettings(options, attributes or {}, state, self._keeps_options)
+        return SlotSettings(options, attributes or {}, self._keeps_options)
 
     def forget_calls(self, slots: Iterable[int]) -> list[int]:
         """Forgets changes by user code, which new envs lack; returns those of `slots` that had any."""
@@ -90,17 +78,16 @@ class EnvSettings:
 
 
 @dataclass(frozen=True)
-class HandedOver:
-    """The message in which a worker passes on its slots to the process that replaces it."""
+class ExportedSlots:
+    """The message of a worker to the process that replaces it."""
 
-    data: bytes | None  # from `EnvSlice.hand_over`; `None` if the episodes are cut
-    inexact: str = ""  # the reason why the states of the envs are not exact, if they are not
-    host: Address | None = None  # of the old process, if it steps envs to the ends of their episodes
+    data: bytes | None  # all that determines the future of the slots; `None` if their episodes are cut
+    inexact: str = ""  # the reason for the cuts
 
 
 @dataclass(frozen=True)
-class TakenOver:
-    """The report of a process about the slots that it took over from another one."""
+class ImportedSlots:
+    """The report of a process about the slots that it got from the one that it replaces."""
 
     cut: dict[int, str]  # by slot, why the episode of its env could not continue
     keeps_states: bool  # False if the saved states are lost
@@ -268,7 +255,7 @@ class Slice(ABC):
 
     save_states = restore_states = simulate_states = export_states = import_states = _refuse_states
     compare_states = _refuse_states
-    can_leave = hand_over = host = take_over = _refuse_states
+    can_export = export_slots = import_slots = _refuse_states
 
     def close(self) -> None:  # noqa: B027 - a default
         """Closes envs that the slice built for itself. The caller closes those that it passed in."""

@@ -25,7 +25,6 @@ from jaxvec._config import PoolConfig
 from jaxvec._envs.env_states import EnvState, StatefulEnv
 from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
 from jaxvec._envs.flight import FlightRecorder
-from jaxvec._envs.guests import Guest
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
@@ -314,8 +313,7 @@ class SlotEnvs:
     @property
     def named(self) -> list[tuple[str | int, Env]]:
         """The envs of this process, each with its slot, or its use in words."""
-        own = [env.own if isinstance(env, Guest) else env for env in self.envs]
-        return [*enumerate(own, self._first), *self.spares.named]
+        return [*enumerate(self.envs, self._first), *self.spares.named]
 
     def changed(self, index: int) -> None:
         """Notes that an env was replaced, or that user code may have changed it."""
@@ -355,7 +353,6 @@ class SlotEnvs:
                 spare.failed = True
 
     def rebuild(self, index: int) -> None:
-        self.settle(index)
         with suppress(BaseException):
             self.envs[index].close()
         others = [other for other in self.named if other[0] != self._first + index]
@@ -365,18 +362,6 @@ class SlotEnvs:
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
-
-    def invite(self, index: int, connection: Any) -> None:
-        """Puts the env of another process into a slot, until the next reset."""
-        guest: Any = Guest(connection, index, self.envs[index])
-        self.envs[index] = guest
-        self.changed(index)
-
-    def settle(self, index: int) -> None:
-        """Returns a slot to the env of this process, if it has a guest."""
-        if isinstance(guest := self.envs[index], Guest):
-            self.envs[index] = guest.leave()
-            self.changed(index)
 
     def was_reset(self, index: int) -> bool:
         return index not in self._unlent
@@ -421,7 +406,6 @@ class SlotEnvs:
 
         After a `fault`, the declared options of the next reset stay those that the program gave last.
         """
-        self.settle(index)
         if index in self._unlent:  # wrappers and simulators require a reset before a restore
             self.envs[index].reset(seed=0)
             self._unlent.remove(index)
@@ -474,7 +458,6 @@ class SlotEnvs:
             seed = self._new_seeds.get(index)
         else:
             self._last_seeds[index] = seed
-        self.settle(index)
         if index in self._unlent:
             self._unlent.remove(index)
             self._lend(index)

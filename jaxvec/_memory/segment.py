@@ -166,7 +166,7 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
         for leaf in spec.kept_leaves:
             if not leaf.is_object:
                 yield ("kept", *leaf.path), spec.batch_shape(leaf), leaf.stored
-        yield ("kept_over",), (n,), np.dtype(np.uint8)  # 1 if that result ended an episode, 2 if by a fault
+        yield ("kept_over",), (n,), np.dtype(np.bool_)  # whether that result ended an episode
         yield ("kept_for",), (n,), np.dtype(np.int64)  # the request that followed; see `Marks.requested`
     for name in ("requested", "completed", "completed_at"):
         yield (name,), (n,), np.dtype(np.int64)

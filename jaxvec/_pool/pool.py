@@ -282,21 +282,25 @@ class Pool:
     def restore(
         self,
         move: Move,
+        chosen: NDArray[Any],
         states: NDArray[np.uint32],
         packed: PackedStates | None = None,
         *,
         deliver: Deliver = copies,
     ) -> Rows:
-        """Restores envs to saved states, or to `packed` ones of another pool. A failure breaks the pool."""
+        """Restores the envs `chosen`, `[k]`, of a move to saved states, `[k]`; returns the rows of all.
+
+        `packed` are states of other pools. A failure breaks the pool.
+        """
         slots = move.slots
         with self._exclusive_move(move) as active:
             self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
-            sources, rows, needs_reset = self._saved.find(slots, states, packed)
+            sources, rows, needs_reset = self._saved.find(chosen, states, packed)
             with self.state.breaking():
-                self._saved.restore(partial(self._send_states, active), slots, sources, rows)
-            self._views.write(slots, rows)
-            self._pending_envs.needs_reset[slots] = needs_reset
+                self._saved.restore(partial(self._send_states, active), chosen, sources, rows)
+            self._views.write(chosen, rows)
+            self._pending_envs.needs_reset[chosen] = needs_reset
             self._engine.advance(move)
             return self._views.read(slots, deliver)
 

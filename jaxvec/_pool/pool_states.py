@@ -292,18 +292,14 @@ class SavedStates:
         `needs_reset`, `[n]`, has the envs that must be reset before they are stepped. `send` refers to the
         pool, so it is an argument: as an attribute it would be part of a reference cycle.
         """
-        table, workers, settings = self.table, self._worker_of[slots], self._workers.env_settings
-        packed = settings is not None and settings.keeps_states
+        table, workers = self.table, self._worker_of[slots]
         numbers = table.allocate(len(slots))
-        rest = np.arange(len(slots)) if packed else self._dispatch(send, Verb.SAVE, slots, numbers)
-        answers = self._request(
+        rest = self._dispatch(send, Verb.SAVE, slots, numbers)
+        self._request(
             "save_states",
             workers[rest],
-            lambda mine: (slots[rest[mine]].tolist(), numbers[rest[mine]].tolist(), table.oldest, packed),
+            lambda mine: (slots[rest[mine]].tolist(), numbers[rest[mine]].tolist(), table.oldest),
         )
-        if settings is not None and packed:
-            for worker, answer in enumerate(answers):
-                settings.save(slots[workers == worker], answer or ())
         places = table.fill(numbers, workers, self._incarnations[workers], needs_reset)
         return table.ids(numbers), _copy_into(table.rows, places)
 

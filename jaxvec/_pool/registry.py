@@ -74,10 +74,18 @@ def of_spec(fingerprint: int) -> list[Pool]:
     return [pool for pool in list(_pools.values()) if pool.spec.fingerprint == fingerprint]
 
 
-def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deliver) -> Rows:
-    """Restores envs of a pool to states of any pools with the same specification; see `Pool.restore`."""
+def restore(
+    pool: Pool,
+    move: Move,
+    states: NDArray[np.uint32],
+    mask: NDArray[np.bool_] | None = None,
+    *,
+    deliver: Deliver,
+) -> Rows:
+    """Restores the envs of a move, or those of `mask`, to states of any pools with the same specification."""
+    chosen, states = (move.slots, states) if mask is None else (move.slots[mask], states[mask])
     if (states[:, 0] == pool.id).all():
-        return pool.restore(move, states, deliver=deliver)
+        return pool.restore(move, chosen, states, deliver=deliver)
     # Collects the states pool by pool, in the order of `states`.
     data: list[bytes] = [b""] * len(states)
     rows = [np.empty((len(states), *leaf.shape), leaf.stored) for leaf in pool.spec.timestep_leaves]
@@ -102,7 +110,7 @@ def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deli
         for row, part in zip(rows, packed.rows, strict=True):
             row[places] = part
         needs_reset[places] = packed.needs_reset
-    return pool.restore(move, states, PackedStates(data, rows, needs_reset), deliver=deliver)
+    return pool.restore(move, chosen, states, PackedStates(data, rows, needs_reset), deliver=deliver)
 
 
 @contextmanager

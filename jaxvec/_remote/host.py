@@ -36,7 +36,6 @@ from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
 from jaxvec._workers.process import LocalLauncher
 from jaxvec._workers.worker import Attach, Setup
 
-_LENDER_TIMEOUT = 1.0  # seconds for a recycled process to close its envs when the pool closes
 _BATCH_TIMEOUT = 0.2  # seconds for a whole request; then its completed part is sent
 
 
@@ -49,8 +48,6 @@ class _WorkerSlot:
     process: Process | None = None
     incarnation: int = -1
     ended: int = -1  # the latest incarnation that the pool has ended
-    # Recycled processes that lend their envs to the current one, see `_envs/guests.py`.
-    lenders: list[Process] = field(default_factory=list)
     # Messages to the process, each with its incarnation and descriptors. They have a thread of their own,
     # since a worker that hangs reads none: calls for the other workers, and `end`, must not wait for it.
     outbox: queue.SimpleQueue[tuple[int, Any, list[int]]] = field(default_factory=queue.SimpleQueue)
@@ -88,14 +85,11 @@ class WorkerHost:
             self.fail(f"failed: {type(error).__name__}: {error}")
 
     def launch(self, worker: int, incarnation: int) -> None:
-        """Starts a process for a worker; an earlier one has been ended, or lends its envs to this one."""
+        """Starts a process for a worker; an earlier one has been ended."""
         process, channel = self._launcher.launch(worker)
         with self._lock:
             worker_slot = self._worker_slots[worker]
             if worker_slot.process is not None:
-                if worker_slot.ended < worker_slot.incarnation:
-                    lenders = [each for each in worker_slot.lenders if not each.ended()]
-                    worker_slot.lenders = [*lenders, worker_slot.process]
                 self._vacate(worker)
             with worker_slot.channel.sending:
                 worker_slot.channel.replace(channel)
@@ -112,10 +106,8 @@ class WorkerHost:
         worker_slot = self._worker_slots[worker]
         with self._lock:
             worker_slot.ended = incarnation
-            processes, worker_slot.lenders = worker_slot.lenders, []
-            if worker_slot.incarnation == incarnation and worker_slot.process is not None:
-                processes.append(worker_slot.process)
-        for process in processes:
+            process = worker_slot.process if worker_slot.incarnation == incarnation else None
+        if process is not None:
             process.end()
 
     def send(
@@ -175,8 +167,6 @@ class WorkerHost:
     def end_all(self) -> None:
         """Ends all processes."""
         for worker, worker_slot in self._worker_slots.items():
-            for lender in worker_slot.lenders:  # it closes its envs after the process that has them
-                lender.wait(_LENDER_TIMEOUT)
             self.end(worker, worker_slot.incarnation)
         self._launcher.close()
 
@@ -277,9 +267,7 @@ class WorkerHost:
         """Reports that a worker's process has ended, and drops it. The caller holds the lock."""
         worker_slot = self._worker_slots[worker]
         assert worker_slot.process is not None
-        lends = worker_slot.process in worker_slot.lenders
-        ending = (None, "was recycled") if lends else worker_slot.process.ending()
-        end = wire.ProcessEnd(*ending)
+        end = wire.ProcessEnd(*worker_slot.process.ending())
         self._messages.append(wire.WorkerMessage(worker, worker_slot.incarnation, end))
         channel, worker_slot.dead_socket = dead_socket()
         worker_slot.channel.break_off()  # wakes `_send_all`

@@ -33,7 +33,7 @@ from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs import failures, flight
 from jaxvec._envs.constructors import Description, compare
-from jaxvec._envs.slice import Arguments, EnvSettings, HandedOver, RequestName, TakenOver
+from jaxvec._envs.slice import Arguments, EnvSettings, ExportedSlots, ImportedSlots, RequestName
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -232,13 +232,9 @@ def check_all(answers: list[Any]) -> list[Any]:
 
 
 def describe_losses(settings: EnvSettings | None, slots: Collection[int]) -> str:
-    """Describes what rebuilt envs keep and lose, for the log. Their settings forget the lost changes."""
-    if settings is None:
-        return ""
-    saved = settings.saved(slots)
-    lost = settings.forget_calls({*slots} - {*saved})
-    kept = f" ({name_envs(saved)} can continue from saved states)" if saved else ""
-    return kept + (f" (changes that call or map made to {name_envs(lost)} are lost)" if lost else "")
+    """Describes what rebuilt envs lose, for the log. Their settings forget the lost changes."""
+    lost = settings.forget_calls(slots) if settings is not None else ()
+    return f" (changes that call or map made to {name_envs(lost)} are lost)" if lost else ""
 
 
 def name_worker(worker: int, slots: tuple[int, int]) -> str:
@@ -297,11 +293,10 @@ class Supervisor:
         self.options: Options = None
         policy = budget.policy or (recipe.config.workers.recycle and Restart())
         self.env_settings = EnvSettings(policy, dumps) if policy else None
-        # For `Workers(recycle=...)`, guarded by `polling`: reports of workers over a limit, their messages to
-        # new processes, and old processes that step some envs for new ones.
+        # For `Workers(recycle=...)`, guarded by `polling`: reports of workers over a limit, and their last
+        # messages.
         self._retiring: dict[int, protocol.Retire] = {}
-        self._handed: dict[int, HandedOver] = {}
-        self._hosts: list[tuple[int, Process]] = []
+        self._exported: dict[int, ExportedSlots] = {}
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
         self.incarnations = [0] * len(recipe.slices)
@@ -480,7 +475,7 @@ class Supervisor:
                         replies[worker] = self._replaced.pop(worker)
                     elif worker in replies:
                         del self._requested[worker]
-                self._request_handovers(limits.late(self._grace))
+                self._request_exports(limits.late(self._grace))
                 late = [worker for worker in missing if worker in self._requested]
                 # A message may have come from a recovery, which extends the time.
                 if late and not received and self.time_left(limits) <= 0:
@@ -565,7 +560,7 @@ class Supervisor:
             if start_deadline is not None and time.monotonic() >= start_deadline:
                 timeout = self._recipe.config.timeouts.start
                 self.replace(worker, self.diagnosis.late_start_error(worker, timeout))
-        self._request_handovers(deadline)
+        self._request_exports(deadline)
         return received
 
     def collect_errors(
@@ -615,13 +610,10 @@ class Supervisor:
         if self.diagnosis.arrays is None:
             raise error
         self._check_open()
-        for owner, host in self._hosts:
-            if owner == worker:  # it may hang with an env that the worker waits for
-                host.end()
-        handed = self._handed.get(worker)
-        if handed is not None and handed.data is not None:  # perhaps it can't continue with what it got
+        exported = self._exported.get(worker)
+        if exported is not None and exported.data is not None:  # perhaps it can't continue with what it got
             summary = str(error).partition("\n")[0]
-            self._recycle(worker, HandedOver(None, f"the new process could not continue ({summary})"))
+            self._recycle(worker, ExportedSlots(None, f"the new process could not continue ({summary})"))
             return
         if self._recipe.config.record_faults is not None:
             self._record(worker, error)
@@ -631,23 +623,20 @@ class Supervisor:
         self.incarnations[worker] += 1
         self.last_errors[worker] = error
         self._retiring.pop(worker, None)
-        self._handed.pop(worker, None)
+        self._exported.pop(worker, None)
         self._relaunch(worker, error)
 
     def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
-        """Kills a worker, unless it hosts envs, and starts a new process. Raises `error` if that fails."""
+        """Kills a worker, and starts a new process. Raises `error` if that fails."""
         self._check_open()
         processes, channels = self._processes, self.channels  # `close` takes other lists
         old = processes[worker]
-        is_host = (worker, old) in self._hosts
-        if not is_host:
-            old.end()
+        old.end()
         channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
         with channels[worker].sending:
             if error is not None and self._requested.pop(worker, None) is not None:
                 self._replaced[worker] = error
-        if not is_host:
-            old.wait(timeout=1)  # a process that is stuck in a system call ends later
+        old.wait(timeout=1)  # a process that is stuck in a system call ends later
         try:
             processes[worker], channel = self._launch(worker)
         except ConnectionError as lost:
@@ -682,26 +671,22 @@ class Supervisor:
             if advice := flight.write(folder, arrays, spec, slot, env_fn, options, cause):
                 error.args = (f"{error}\n{advice}",)
 
-    def _request_handovers(self, deadline: float | None) -> None:
+    def _request_exports(self, deadline: float | None) -> None:
         """Requests the slots of workers that exceed a limit of `Workers(recycle=...)`, and are not in use."""
-        self._hosts = [(owner, host) for owner, host in self._hosts if not host.ended()]
         for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
             with suppress(EOFError):  # the next poll replaces it
                 self._send(worker, self._retiring[worker], deadline)
             self._extend_start(worker)  # from now on, requests wait for the new process
 
-    def _recycle(self, worker: int, message: HandedOver) -> None:
+    def _recycle(self, worker: int, message: ExportedSlots) -> None:
         """Starts a fresh process, which continues from the message of a worker."""
         reason, fate = self._retiring[worker].reason, "its envs continue in a fresh process"
-        if message.inexact:
+        if message.data is None:
             self.incarnations[worker] += 1  # saved states are lost
-            fate = "its episodes are cut" if message.data is None else "its envs move at the ends of episodes"
-            fate += f", because their states are not exact: {message.inexact}"
+            fate = f"its episodes are cut, because their states are not exact: {message.inexact}"
             fate += describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
         _logger.info("%s is recycled, as %s: %s", self.diagnosis.name(worker), reason, fate)
-        self._handed[worker] = message
-        if message.host is not None:
-            self._hosts.append((worker, self._processes[worker]))
+        self._exported[worker] = message
         self._note_loss(worker, "the worker was recycled")
         self._relaunch(worker, None)
 
@@ -746,7 +731,7 @@ class Supervisor:
 
     def _continue_start(self, worker: int, message: Any, deadline: float | None) -> None:
         """Handles the two messages of a starting worker: its envs are built, and it serves."""
-        if isinstance(message, HandedOver):
+        if isinstance(message, ExportedSlots):
             self._recycle(worker, message)
             return
         if isinstance(message, protocol.Ready):
@@ -762,7 +747,7 @@ class Supervisor:
                 int(Marks.of(arrays).worker_notices[worker, 0]),
                 {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
                 {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
-                self._handed.get(worker),
+                self._exported.get(worker),
             )
             attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
             self._send(worker, attach, deadline, [self._segment])
@@ -770,19 +755,19 @@ class Supervisor:
             self._extend_start(worker)
             return
         del self.starting[worker]
-        if self._handed.pop(worker, None) is not None:
-            self._note_taken_over(worker, pickle.loads(message.result))
+        if self._exported.pop(worker, None) is not None:
+            self._note_imported(worker, pickle.loads(message.result))
         self._retiring.pop(worker, None)
         self._reset_clocks()
 
-    def _note_taken_over(self, worker: int, taken: TakenOver | None) -> None:
+    def _note_imported(self, worker: int, imported: ImportedSlots | None) -> None:
         """Logs which episodes the new process of a recycled worker could not continue."""
-        if taken is None:  # all of them, as `_recycle` has logged
+        if imported is None:  # all of them, as `_recycle` has logged
             return
-        if not taken.keeps_states:
+        if not imported.keeps_states:
             self.incarnations[worker] += 1
             _logger.info("%s: its saved states are lost by the recycling", self.diagnosis.name(worker))
-        for slot, reason in taken.cut.items():
+        for slot, reason in imported.cut.items():
             losses = describe_losses(self.env_settings, [slot])
             _logger.info("env %d could not continue, so its episode is cut: %s%s", slot, reason, losses)
 
@@ -802,7 +787,7 @@ class Supervisor:
     def kill(self) -> None:
         """Kills the workers and all processes of their envs at once. Any thread may call it."""
         self._ending = True
-        for process in self._all_processes():
+        for process in self._processes:
             process.end()
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
@@ -812,9 +797,6 @@ class Supervisor:
             self._dismiss(timeout, tell=tell)
         finally:  # also after Ctrl-C
             self._end()
-
-    def _all_processes(self) -> list[Process]:
-        return [*self._processes, *(host for _, host in self._hosts)]
 
     def _end(self) -> None:
         # Callbacks run in reverse order, and all of them, even if Ctrl-C interrupts one.
@@ -826,7 +808,7 @@ class Supervisor:
                 stack.callback(channel.close)
             for channel in self.channels:  # ends sends of other threads, which hold a lock that `close` needs
                 stack.callback(channel.break_off)
-            processes = self._all_processes()
+            processes = self._processes
             for process in processes:
                 stack.callback(process.wait, timeout=_KILL_TIMEOUT)
             # Runs first: kills each process group, with all that a worker's envs have started. Before the
@@ -834,7 +816,7 @@ class Supervisor:
             for process in processes:
                 stack.callback(process.end)
             # A new list, as `kill` may iterate the old one. Remote workers keep the segment, so all drop it.
-            self._processes, self.channels, self._by_fd, self._hosts = [], [], {}, []
+            self._processes, self.channels, self._by_fd = [], [], {}
             self.diagnosis.processes = []
             self.diagnosis.arrays = None
             self._segment, self.notify_worker = -1, lambda worker: None
@@ -856,9 +838,7 @@ class Supervisor:
                 except (EOFError, TimeoutError):
                     still_open.remove(worker)
                     continue
-                if isinstance(message, HandedOver):
-                    self._processes[worker].end()  # no new process will ask for its envs
-                elif isinstance(message, protocol.Closed):
+                if isinstance(message, protocol.Closed):
                     unclosed[worker].difference_update(message.env_ids)
                 elif isinstance(message, failures.Report) and message.operation == "close":
                     _logger.warning("%s", failures.to_error(message, worker=worker))
@@ -871,9 +851,6 @@ class Supervisor:
                 }
                 if remaining <= 0:
                     break
-        for owner, host in self._hosts:  # they end after their guests, if a new process has asked for these
-            if owner not in self._handed:
-                host.wait(min(time_left(deadline), _KILL_TIMEOUT))
         for worker in sorted(still_open) if timeout and tell else ():
             late = sorted(unclosed[worker])
             name = f"{name_envs(late) if late else 'spare envs, threads, atexit functions'} (worker {worker})"

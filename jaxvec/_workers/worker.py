@@ -30,7 +30,7 @@ from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, EnvFn, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.foreign_env import to_plain
-from jaxvec._envs.slice import HandedOver, RequestName, Slice, SlotSettings, TakenOver
+from jaxvec._envs.slice import ExportedSlots, ImportedSlots, RequestName, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.segment import Layout, Marks, attach_segment
 from jaxvec._spec import KeyPath, PoolSpec
@@ -93,7 +93,7 @@ class Replacement:
     notices: int  # number of notices of messages on the control socket, which a futex counts
     objects: dict[KeyPath, NDArray[Any]]  # last received rows of the leaves that are not in the segment
     settings: dict[int, SlotSettings]  # by slot, for envs that have some
-    handed: HandedOver | None  # from the old process, if that was recycled
+    exported: ExportedSlots | None  # by the old process, if that was recycled
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Recover:
 class Retire:
     """Report of the worker that it exceeds a limit of `Workers(recycle=...)`.
 
-    The parent sends it back when no other request is pending. The worker then sends `HandedOver`, and ends.
+    The parent sends it back when no other request is pending. The worker sends `ExportedSlots` and ends.
     """
 
     reason: str
@@ -302,7 +302,7 @@ def run_worker(channel: Channel) -> None:
                 with suppress(EOFError):  # the parent has ended
                     channel.send(Closed(env_ids))
 
-            handed: HandedOver | None = None
+            exported: ExportedSlots | None = None
             try:
                 with _reporting(channel):
                     spares.build(config.spare_envs, env_fns, setup.first, envs)
@@ -315,18 +315,18 @@ def run_worker(channel: Channel) -> None:
                         ready = Ready(dumps(description))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
-                    handed = _serve(channel, make_slice, config.workers, running)
+                    exported = _serve(channel, make_slice, config.workers, running)
             finally:
                 try:
                     close_envs([*envs, *spares.envs], setup.first, size, report_closed)
                 finally:  # after `close`, since the parent then ends this process
-                    if handed is not None:
-                        channel.send(handed)
+                    if exported is not None:
+                        channel.send(exported)
 
 
 def _serve(
     channel: Channel, make_slice: Callable[..., Slice], config: Workers, slots_running: list[NDArray[Any]]
-) -> HandedOver | None:
+) -> ExportedSlots | None:
     """Performs work and answers requests until end of file, with a replaced worker's settings if any.
 
     A process that is to be replaced returns its last message, which follows when the envs are closed.
@@ -338,8 +338,8 @@ def _serve(
     slots_running.append(marks.running[attach.worker, :1])
     os.close(segment)
     replaces = attach.replaces
-    handed = None if replaces is None else replaces.handed
-    inexact = "" if handed is None else handed.inexact
+    exported = None if replaces is None else replaces.exported
+    data = exported and exported.data
     with EnvErrorContext(attach.slots[0], "constructor"):
         env_slice = make_slice(
             first=attach.slots[0],
@@ -347,19 +347,17 @@ def _serve(
             spec=attach.spec,
             arrays=arrays,
             **({} if replaces is None else {"replaces": replaces.objects}),
-            **({"moved": True} if handed is not None and not inexact else {}),
+            **({"moved": True} if data is not None else {}),
         )
-    taken: TakenOver | None = None
+    imported: ImportedSlots | None = None
     if replaces is not None:
         env_slice.set_options(replaces.options)
         settings = replaces.settings
-        if handed is None or inexact:  # else the states contain the settings
-            _reapply_settings(env_slice, settings)
-        if handed is not None and handed.data is not None:
+        if data is not None:  # which contains the settings
             with EnvErrorContext(attach.slots[0], "restore"):
-                taken = moved = env_slice.take_over(handed)
-            cut = settings.keys() & moved.cut
-            _reapply_settings(env_slice, {slot: settings[slot] for slot in cut})
+                imported = done = env_slice.import_slots(data)
+            settings = {slot: settings[slot] for slot in settings.keys() & done.cut}
+        _reapply_settings(env_slice, settings)
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
     with closing(env_slice):
@@ -375,8 +373,8 @@ def _serve(
         stats = arrays["stats",][attach.worker].data
         stats[PID] = os.getpid()
         if replaces is not None:
-            stats[REPLACED if handed is None else RECYCLED] += 1
-        channel.send(Reply(dumps(taken)))
+            stats[REPLACED if exported is None else RECYCLED] += 1
+        channel.send(Reply(dumps(imported)))
         age = None if config.recycle is None else Age(config.recycle, stats)
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
@@ -384,14 +382,10 @@ def _serve(
             while env_slice.can_prepare and end.idle():
                 env_slice.prepare()
             start = monotonic_ns()
-            if age is not None and (reason := age.exceeded(start)) and env_slice.can_leave():
+            if age is not None and (reason := age.exceeded(start)) and env_slice.can_export():
                 _report(channel, end, env_slice, Retire(reason))  # after which no other request is pending
-                handed = env_slice.hand_over(inexact=inexact, cut=age.limits.fallback == "cut")
-                if handed.host is None:
-                    return handed
-                channel.send(handed)
-                env_slice.host()
-                return None
+                known = exported is not None and exported.data is None  # that the states are not exact
+                return exported if known else env_slice.export_slots()
             message = end.receive()
             stats[WAIT_NS] += monotonic_ns() - start
             recorder = env_slice.recorder

@@ -190,7 +190,7 @@ class Call:
         CALL      arguments [n, ...]                              answers [n, ...]
         GET_ATTR  none                                            answers [n, ...], but no token
         SAVE      none                                            state ids [n, 3] uint32
-        RESTORE   state ids [n, 3] uint32                         time step [n, ...]
+        RESTORE   state ids [n, 3] uint32, mask [n] bool          time step [n, ...]
         SIMULATE  state ids [n, 3] uint32, action [n, ...]        time step; new state ids replace the token
 
     Attributes:
@@ -238,7 +238,7 @@ class Call:
             case Verb.SEND:
                 types = [*self.arguments, ((), np.int32)]
             case Verb.RESTORE:
-                types = [_ID]
+                types = [_ID, ((), np.bool_)]
             case Verb.SIMULATE:
                 types = [_ID, *self.arguments]
             case _:
@@ -332,7 +332,7 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
         case Verb.SAVE:
             given = [pool.save(move)]
         case Verb.RESTORE:
-            given = registry.restore(pool, move, rest[0], deliver=deliver)
+            given = registry.restore(pool, move, *rest, deliver=deliver)
         case _:
             given = call_envs(call, pool, move, rest)
     return [token_of(pool, move), *given]

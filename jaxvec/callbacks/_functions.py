@@ -387,8 +387,8 @@ def save(handle: Handle) -> tuple[Handle, EnvState]:
     return handle.next(token), EnvState(ids)
 
 
-def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
-    """Restores every env of the handle to a saved state: env *i* to `state[i]`.
+def restore(handle: Handle, state: EnvState, *, mask: Any = None) -> tuple[Handle, TimeStep]:
+    """Restores the envs of the handle to saved states: env *i* to `state[i]`.
 
     The same actions then give the same data, bit for bit, as after the save. A state may come from another
     env that was made by the same function, even in another pool of equal specification. It is then sent to
@@ -397,10 +397,12 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
     Args:
         handle: The handle returned by the latest call.
         state: States `[num_envs]`.
+        mask: Bool array `[num_envs]` of envs to restore; may be traced. `None` for all. The states of the
+            others are not read.
 
     Returns:
         The handle for the next call, and the time step of the save, except `info["env_id"]`, which is the
-        restored env.
+        restored env. The rows of envs that are not in `mask` are those of their last time step.
 
     Raises:
         StaleStateError: A state was evicted by newer ones. Nothing was restored.
@@ -418,7 +420,7 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
     """
     spec = check_handle(handle, "restore")
     ids = check_states(state, handle.num_envs, jnp.asarray)
-    token, *rows = _bind(Verb.RESTORE, handle, ids)
+    token, *rows = _bind(Verb.RESTORE, handle, ids, mask_array(mask, handle.num_envs))
     return handle.next(token), spec.build_timestep(rows)
 
 

@@ -281,12 +281,12 @@ def can_be_saved(kind):
         return True
 
 
-def play_late(kinds, **options):
+def play_late(kinds):
     """Steps two workers beyond a replacement after `START`; returns when the episodes of each kind were cut.
 
     Each field of each row is compared with an env that is stepped here, and that is new after a cut.
     """
-    workers = jaxvec.Workers(num=2, recycle=Recycle(steps=len(kinds) // 2 * 18, **options))
+    workers = jaxvec.Workers(num=2, recycle=Recycle(steps=len(kinds) // 2 * 18))
     with jaxvec.make([functools.partial(Late, kind) for kind in kinds], workers=workers) as envs:
         envs.reset(seed=0)
         rows = [envs.step([0] * len(kinds)) for _ in range(START + 19)]
@@ -329,13 +329,12 @@ def test_late_objects_are_exact_in_the_new_process_or_cut(importable_kinds, capl
     assert not any("not exact" in message for message in caplog.messages)
 
 
-@pytest.mark.parametrize("fallback", ["episodes", "cut"])
-def test_a_new_process_that_dies_of_a_state_cuts_its_envs(fallback, importable_kinds, caplog):
+def test_a_new_process_that_dies_of_a_state_cuts_its_envs(importable_kinds, caplog):
     refused = [kind for kind in KINDS if not can_be_saved(kind)]
     kinds = [*refused, *["closure"] * (len(refused) - 1), DEADLY]
     with caplog.at_level("INFO", "jaxvec"):
-        cuts = play_late(kinds, fallback=fallback)
-    assert cuts.keys() - {"closure", DEADLY} == ({*refused} if fallback == "cut" else set())
+        cuts = play_late(kinds)
+    assert cuts.keys() - {"closure", DEADLY} == {*refused}
     assert len(cuts[DEADLY]) == 1
     assert any("the new process could not continue" in message for message in caplog.messages)
 
@@ -344,24 +343,9 @@ def test_a_new_process_that_dies_of_a_state_cuts_its_envs(fallback, importable_k
 
 
 @pytest.mark.slow(but=1)
-def test_without_exact_states_episodes_end_in_the_old_process(way):
+def test_without_exact_states_episodes_are_cut_and_marked(way):
     chosen = actions(high=2)
-    with make(Opened, OFTEN, episode_length=7, info={"pid": np.int32}) as envs:
-        _, rows = scan(envs, chosen)
-        assert min(recycled(envs)) >= 2
-        assert not rows.info["fault"].any()
-    check_rows(rows, chosen, np.zeros_like(chosen, bool))
-    ends = rows.terminated
-    pids = np.where(ends, rows.info["final_info"]["pid"], rows.info["pid"])
-    changed = pids[1:] != pids[:-1]
-    assert changed.any(axis=0).all()
-    assert (~changed | ends[:-1]).all()  # between two episodes only
-
-
-@pytest.mark.slow(but=1)
-def test_cut_recycling_marks_the_rows_that_end_episodes(way):
-    chosen = actions(high=2)
-    with make(Opened, Recycle(steps=20, fallback="cut"), episode_length=7) as envs:
+    with make(Opened, OFTEN, episode_length=7) as envs:
         _, rows = scan(envs, chosen)
         assert min(recycled(envs)) >= 2
         assert envs.stats().total.restarts == 0
@@ -373,50 +357,21 @@ def test_cut_recycling_marks_the_rows_that_end_episodes(way):
         assert (rows.info["final_obs"][before + 1, env_id] == rows.obs[before, env_id]).all()
 
 
-def test_guests_answer_calls_and_their_attributes_move_on():
-    with make(Opened, OFTEN, episode_length=50) as envs:
+def test_cut_envs_keep_attributes_and_lose_what_calls_changed(caplog):
+    with caplog.at_level("INFO", "jaxvec"), make(Opened, OFTEN, episode_length=50) as envs:
         envs.reset(seed=0)
-        for _ in range(15):
-            envs.step([1] * NUM_ENVS)
-        assert min(recycled(envs)) == 1  # the episodes go on in the old processes
         envs.set_attr("difficulty", [5, 6, 7, 8])
+        envs.map(lambda env: setattr(env.unwrapped, "mark", 1))
+        rows = [envs.step([1] * NUM_ENVS) for _ in range(15)]
+        assert min(recycled(envs)) == 1
+        assert sum(row.info["fault"] for row in rows).tolist() == [1] * NUM_ENVS
         assert [*envs.get_attr("difficulty")] == [5, 6, 7, 8]
-        assert [obs.tolist() for obs in envs.call("_observe", 9)] == [[1, 15, 15, 9]] * NUM_ENVS
-        for _ in range(40):
-            envs.step([1] * NUM_ENVS)
-        assert [*envs.get_attr("difficulty")] == [5, 6, 7, 8]
-        assert [*envs.get_attr("resets")] == [1] * NUM_ENVS  # of new envs
+        with pytest.raises(AttributeError, match="mark"):
+            envs.get_attr("mark")
+    assert any("changes that call or map made to envs 0, 1 are lost" in text for text in caplog.messages)
 
 
-def test_the_death_of_an_old_process_is_a_fault_of_its_envs():
-    policy = jaxvec.Restart(retry="rebuild", max_restarts=None, rate=None)
-    with make(Opened, OFTEN, episode_length=50, on_fault=policy) as envs:
-        envs.reset(seed=0)
-        for _ in range(15):
-            envs.step([1] * NUM_ENVS)
-        hosts = probe.hosts(envs)
-        assert len(hosts) == 2
-        for pid in hosts:
-            os.kill(pid, signal.SIGKILL)
-        for _ in range(20):
-            timestep = envs.step([1] * NUM_ENVS)
-            if timestep.info["fault"].any():
-                break
-        assert timestep.info["fault"].all()
-        assert (envs.step([1] * NUM_ENVS).obs == [1, 1, 1, 1]).all()
-
-
-def test_close_during_a_handover_ends_all_processes():
-    for steps in range(18, 24):
-        with make(Opened, Recycle(steps=20), episode_length=None) as envs:
-            envs.reset(seed=0)
-            for _ in range(steps // 2):
-                envs.step([1] * NUM_ENVS)
-            pids = {*probe.pids(envs), *probe.hosts(envs)}
-        assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-
-
-def test_close_beside_guests_closes_every_env_of_both_processes(tmp_path):
+def test_close_during_a_replacement_closes_every_env(tmp_path):
     class Noting(Opened):
         def __init__(self):
             super().__init__()
@@ -426,13 +381,15 @@ def test_close_beside_guests_closes_every_env_of_both_processes(tmp_path):
         def close(self):
             self.note.unlink()
 
-    with make(Noting, OFTEN) as envs:
-        envs.reset(seed=0)
-        for _ in range(15):
-            envs.step([1] * NUM_ENVS)
-        assert len(probe.hosts(envs)) == 2
-        assert len([*tmp_path.iterdir()]) == 2 * NUM_ENVS
-    assert not [*tmp_path.iterdir()]
+    for steps in range(9, 13):
+        with make(Noting, OFTEN) as envs:
+            envs.reset(seed=0)
+            pids = {*probe.pids(envs)}
+            for _ in range(steps):
+                envs.step([1] * NUM_ENVS)
+            pids |= {*probe.pids(envs)}
+        assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+        assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
@@ -479,7 +436,6 @@ def test_recycling_is_refused_with_a_reason(options, text):
         ({"steps": 0}, "steps"),
         ({"seconds": -1}, "seconds"),
         ({"descriptors": "many"}, "descriptors"),
-        ({"steps": 1, "fallback": "never"}, "fallback"),
     ],
 )
 def test_limits_of_recycling_are_checked_by_name(arguments, text):

@@ -396,21 +396,6 @@ def test_states_contain_the_options(make, backend, mode):
     assert jax.tree.all(jax.tree.map(np.array_equal, simulated, steps))
 
 
-def test_after_a_fault_a_restored_episode_keeps_its_options(make):
-    restart = jaxvec.Restart(retry="restore", max_restarts=None, rate=None)
-    envs = make(LevelEnv, 2, num_workers=2, reset_options=SPACE, on_fault=restart, states=9)
-    first, second = sample(2), sample(2)
-    first["size"][:], second["size"][:] = 3, 5
-    envs.reset(options=first)
-    envs.save()
-    timestep = envs.step([0, 8], reset_options=second)
-    np.testing.assert_array_equal(timestep.info["reset_options"]["level"], first["level"])
-    for _ in range(3):
-        timestep = envs.step([0, 0])
-    assert timestep.terminated[1]
-    np.testing.assert_array_equal(timestep.info["reset_options"]["level"], second["level"])
-
-
 def test_options_in_the_gymnasium_api():
     envs = VectorEnv([LevelEnv] * 2, reset_options=SPACE)
     try:

@@ -116,7 +116,8 @@ def test_recycling_in_actors_changes_no_row(make, make_on_ray, dispatch):
     recycling.assert_equal(recycling.scan(exact, chosen), recycling.scan(local, chosen))
     inexact = make_on_ray(recycling.Opened, recycling.NUM_ENVS, episode_length=7, **recycle)
     _, rows = recycling.scan(inexact, chosen)
-    recycling.check_rows(rows, chosen, np.zeros_like(chosen, bool))
+    recycling.check_rows(rows, chosen, rows.info["fault"])
+    assert (rows.info["fault"].sum(0) >= 1).all()
     assert min(recycling.recycled(exact)) >= 1
     assert min(recycling.recycled(inexact)) >= 1
 
@@ -305,27 +306,19 @@ def test_envs_can_be_asked_and_set(make_on_ray, tmp_path, workers_per_actor):
         assert [call.result(200) for call in calls] == [("a",), ("b",)]
 
 
-def test_replaced_worker_gets_the_settings_and_states_of_its_envs(make_on_ray):
+def test_replaced_worker_gets_the_settings_of_its_envs(make_on_ray):
     class Fragile(CountingEnv):
         def step(self, action):
             if action == 7:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().step(action)
 
-    policy = jaxvec.Restart(retry="restore", max_restarts=None, rate=None)
-    envs = make_on_ray(Fragile, 2, states=4, on_fault=policy)
+    policy = jaxvec.Restart(retry="rebuild", max_restarts=None, rate=None)
+    envs = make_on_ray(Fragile, 2, on_fault=policy)
     envs.reset(options={"level": 3})
     envs.set_attr("goal", [[1], [2]])
-    assert envs.step([7, 0]).info["fault"].tolist() == [True, False]  # nothing was saved
+    assert envs.step([7, 0]).info["fault"].tolist() == [True, False]
     assert envs.infos()[0]["options"] == {"level": 3}
-    assert envs.get_attr("goal") == ([1], [2])
-    saved = envs.step([1, 0])
-    envs.save()
-    envs.step([2, 0])
-    timestep = envs.step([7, 0])
-    assert timestep.info["fault"].tolist() == [True, False]
-    np.testing.assert_array_equal(timestep.obs[0], saved.obs[0])
-    assert envs.step([3, 0]).info["episode_length"].tolist() == [2, 5]
     assert envs.get_attr("goal") == ([1], [2])
 
 
@@ -424,7 +417,7 @@ def test_states_go_to_actors_and_come_back(make_on_ray, mode):
     )
     models = [state_game.Model(state_game.walk(), mode, env_id) for env_id in range(NUM_ENVS)]
     game = state_game.Game(state_game.HostFace(envs), models, np.random.default_rng(0))
-    game.play(60)
+    game.play(80)
     assert game.count > 90
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http
-import os
 import plistlib
 import signal
 import socket
@@ -82,30 +81,6 @@ def test_a_state_that_is_packed_leaves_its_env_as_it_is(make, options):
     pool.step(7)
     pool.envs.pack_states(before)
     pool.step(3)
-
-
-def test_a_new_worker_resets_an_env_whose_state_it_refuses(make, caplog):
-    class Dying(Late):
-        action_space = gymnasium.spaces.Discrete(10)
-
-        def step(self, action):
-            if action == 9:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().step(action)
-
-    policy = jaxvec.Restart(retry="restore", max_restarts=None, rate=None)
-    functions = [functools.partial(Dying, kind) for kind in ("singleton", "closure")]
-    envs = make(functions, num_workers=1, states=9, on_fault=policy)
-    envs.reset(seed=0)
-    envs.save()
-    for _ in range(START + 2):
-        envs.step([0, 0])
-    envs.save()
-    timestep = envs.step([9, 0])
-    assert timestep.info["fault"].all()
-    assert timestep.obs.tolist() == [[0, 0], [START + 2, 33]]
-    assert envs.step([0, 0]).obs.tolist() == [[1, 0], [START + 3, 44]]
-    assert "would not be as in the original" in caplog.text
 
 
 class Enums(gymnasium.Env):

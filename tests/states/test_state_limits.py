@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import random
 import subprocess
@@ -80,12 +81,6 @@ def test_a_pool_without_states_says_what_to_write(make):
         ({"states": -1}, ValueError, "at least 0"),
         ({"states": 5, "spare_envs": 1}, ValueError, "spare_envs"),
         ({"states": 5, "envs_per_instance": 2}, ValueError, "batched env"),
-        ({"on_fault": jaxvec.Restart(retry="restore")}, ValueError, "needs saved states: pass make"),
-        (
-            {"on_fault": jaxvec.Restart(retry="restore"), "states": 2, "autoreset_mode": "DISABLED"},
-            ValueError,
-            "needs autoreset: without it, the program itself",
-        ),
     ],
 )
 def test_options_that_do_not_go_together(options, error, match):
@@ -596,3 +591,58 @@ def test_wrong_bytes_are_a_state_file_error(make):
             envs.unpack_states(wrong)
     for good in (data, data.tobytes(), data.tolist(), data.astype(np.float32)):
         assert envs.restore(envs.unpack_states(good)).obs[:, 1].tolist() == [0, 0]
+
+
+# --- The proof at the first save ------------------------------------------------------------------------
+
+
+class Exits(gymnasium.Env):
+    observation_space = action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        if action == 1:
+            os._exit(3)
+        return 0, 0.0, False, False, {}
+
+
+def test_an_env_that_ends_its_process_is_used_with_a_warning(make, capfd):
+    envs = make(Exits, 2, num_workers=1, states=20)
+    envs.reset(seed=0)
+    state = envs.save()
+    envs.step([0, 0])
+    envs.restore(state)
+    envs.close()
+    warned = capfd.readouterr().err
+    assert warned.count("the states of env 0 are used without a proof: ") == 1
+    assert "the forked process that stepped the env ended with exit code 3" in warned
+
+
+class Trusted:
+    """Has a copy protocol that jaxvec does not take unless the user trusts it."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __reduce__(self):
+        return Trusted, (self.count,)
+
+
+class WithTrusted(CountingEnv):
+    def step(self, action):
+        self.trusted = Trusted(getattr(self, "trusted", Trusted(0)).count + 1)
+        obs, *rest = super().step(action)
+        obs[3] = self.trusted.count
+        return obs, *rest
+
+
+def test_trusted_classes_are_saved_in_workers(make, backend):
+    envs = make(WithTrusted, 1, states=jaxvec.States(max=9, trust=[Trusted]), backend=backend)
+    envs.reset(seed=0)
+    envs.step([0])
+    state = envs.save()
+    assert envs.step([0]).obs[0, 3] == 2
+    envs.restore(state)
+    assert envs.step([0]).obs[0, 3] == 2

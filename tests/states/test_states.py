@@ -273,3 +273,66 @@ def test_envs_in_flight_are_refused(make):
     np.testing.assert_array_equal(timestep.obs[:, 1], [0, 0])
     envs.send([0, 0], ids)
     np.testing.assert_array_equal(first.obs[:, 1], [1, 1])
+
+
+def test_a_mask_chooses_the_envs_to_restore(make):
+    envs = make(CountingEnv, 4, states=4, num_workers=2)
+    handle, _ = jaxvec.reset(envs, seed=0)
+    handle, state = jaxvec.save(handle)
+    handle, before = jaxvec.step(handle, [1, 2, 3, 4])
+    mask = np.array([False, True, True, False])
+    for program in (jaxvec.restore, jax.jit(jaxvec.restore)):
+        handle, timestep = program(handle, state, mask=mask)
+        assert timestep.obs[:, 1].tolist() == [1, 0, 0, 1]
+        np.testing.assert_array_equal(timestep.obs[~mask], before.obs[~mask])
+    handle, timestep = program(handle, state, mask=np.zeros(4, bool))
+    handle, timestep = jax.vmap(jaxvec.restore)(
+        *jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), (handle, state)),
+        mask=jnp.array([[True, False], [False, False]]),
+    )
+    assert timestep.obs[..., 1].tolist() == [[0, 0], [0, 1]]
+    for wrong in (np.ones(3, bool), np.ones(4, int)):
+        with pytest.raises(ValueError, match="mask must be bool of shape"):
+            envs.restore(state, mask=wrong)
+
+
+def test_faults_are_undone_by_a_mask(make):
+    """The recipe of the page about faults: envs that failed go on from their last saved states."""
+
+    class Raising(CountingEnv):
+        def step(self, action):
+            if action == 9:
+                raise RuntimeError("fragile")
+            return super().step(action)
+
+    policy = jaxvec.Restart(max_restarts=None, rate=None)
+    envs = make(Raising, 4, states=4, num_workers=2, on_fault=policy)
+    handle, _ = jaxvec.reset(envs, seed=0)
+
+    @jax.jit
+    def program(handle, actions):
+        handle, _ = jaxvec.step(handle, actions[0])
+        handle, state = jaxvec.save(handle)
+
+        def step(handle, action):
+            handle, timestep = jaxvec.step(handle, action)
+            handle, restored = jaxvec.restore(handle, state, mask=timestep.info["fault"])
+            return handle, (timestep, restored)
+
+        return jax.lax.scan(step, handle, actions[1:])
+
+    actions = np.ones((8, 4), int)
+    actions[4, 1] = actions[5, 2] = actions[7, 1] = 9
+    _, (timestep, restored) = program(handle, actions)
+    np.testing.assert_array_equal(timestep.info["fault"], timestep.truncated)
+    assert [each.tolist() for each in timestep.info["fault"].nonzero()] == [[3, 4, 6], [1, 2, 1]]
+    assert restored.obs[:, :, 2].tolist() == [
+        [2, 2, 2, 2],
+        [3, 3, 3, 3],
+        [4, 4, 4, 4],
+        [5, 1, 5, 5],
+        [6, 2, 1, 6],
+        [7, 3, 2, 7],
+        [8, 1, 3, 8],
+    ]
+    assert restored.info["episode_length"][:, 1].tolist() == [2, 3, 4, 1, 2, 3, 1]

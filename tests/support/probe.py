@@ -75,11 +75,6 @@ def pids(envs: jaxvec.VectorEnv | Pool) -> list[int]:
     return [process.pid for process in supervisor(envs)._processes]
 
 
-def hosts(envs: jaxvec.VectorEnv | Pool) -> list[int]:
-    """Returns the process ids of recycled workers that step some envs to the ends of their episodes."""
-    return [host.pid for _, host in supervisor(envs)._hosts]
-
-
 def wrap_launch(envs: jaxvec.VectorEnv | Pool, wrapper: Callable[..., Any]) -> None:
     """Replaces the launch of workers by `wrapper(launch, worker)`."""
     launcher = supervisor(envs)._launcher

@@ -151,6 +151,9 @@ class HostFace:
     def restore(self, state, ids):
         return self.envs.restore(state, indices=ids)
 
+    def restore_masked(self, state, mask):
+        return self.envs.restore(state, mask=mask)
+
 
 _step, save_in_jit, _restore = jax.jit(jaxvec.step), jax.jit(jaxvec.save), jax.jit(jaxvec.restore)
 _simulate = jax.jit(jaxvec.simulate)
@@ -176,6 +179,10 @@ class ProgramFace:
     def restore(self, state, ids):
         return self._of_part(_restore, ids, state)
 
+    def restore_masked(self, state, mask):
+        self.handle, timestep = _restore(self.handle, state, mask=mask)
+        return timestep
+
     def simulate(self, state, actions):
         return _simulate(self.handle, state, actions)
 
@@ -198,6 +205,9 @@ class Saved:
     model: Model
 
 
+_TURNS = ["step"] * 7 + ["save", "restore", "simulate"] * 3 + ["restore_masked", "reset"]
+
+
 class Game:
     """Asks a pool and the model for the same at random."""
 
@@ -209,7 +219,7 @@ class Game:
     def play(self, turns):
         self.reset_all()
         for _ in range(turns):
-            getattr(self, self.rng.choice(["step"] * 5 + ["save", "restore", "simulate"] * 2 + ["reset"]))()
+            getattr(self, self.rng.choice(_TURNS))()
 
     def reset_all(self):
         for env_id, model in enumerate(self.models):
@@ -249,6 +259,20 @@ class Game:
                 self.models[env_id] = copy.deepcopy(saved.model)
                 self.models[env_id].env_id = env_id
             check(timestep, [self.models[env_id] for env_id in ids], ids)
+
+    def restore_masked(self):
+        mask = self.rng.random(NUM_ENVS) < 0.5
+        ids, chosen = np.flatnonzero(mask), self.choose(int(mask.sum()))
+        if not chosen:
+            return
+        state = jaxvec.EnvState(np.zeros((NUM_ENVS, 3), np.uint32))  # of the others nothing is read
+        state.ids[mask] = _stack(chosen).ids
+        with self.refusal(chosen):
+            timestep = self.face.restore_masked(state, mask)
+            for env_id, saved in zip(ids, chosen, strict=True):
+                self.models[env_id] = copy.deepcopy(saved.model)
+                self.models[env_id].env_id = env_id
+            check(timestep, self.models, range(NUM_ENVS))
 
     def simulate(self):
         chosen = self.choose(6, stepped=True)
