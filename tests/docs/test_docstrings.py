@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_docs import check, installed
-from test_words import private_words
 
 import jaxvec
 from jaxvec import _errors, _start
@@ -111,14 +110,6 @@ EXAMPLES = {
     for name, text in DOCSTRINGS.items()
     if (found := _EXAMPLE.search(text)) is not None
 }
-
-
-_ARGUMENT = re.compile(r"^ +[*]*\w+(?=: )", re.MULTILINE)  # its name is none of the prose
-
-
-@pytest.mark.parametrize("name", DOCSTRINGS)
-def test_a_public_docstring_has_no_private_words(name):
-    assert private_words(_ARGUMENT.sub("", DOCSTRINGS[name])) == []
 
 
 def test_every_public_docstring_has_an_example():
