@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from jaxvec._remote.remote import Remote
     from jaxvec._rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
-    from jaxvec.callbacks._call import Handle
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
+    from jaxvec.callbacks._handle import Handle
     from jaxvec.callbacks._make import make
 
 __version__ = "0.1.0"
@@ -59,7 +59,7 @@ _MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "spaces", 
 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
-    "Handle": "callbacks._call",
+    "Handle": "callbacks._handle",
     "Remote": "_remote.remote",
     "Rollout": "_rollouts",
     "Rollouts": "_rollouts",

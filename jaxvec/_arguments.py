@@ -1,6 +1,6 @@
 """Checks and conversions of seeds, masks, reset options, env ids and actions.
 
-Most take values on the host. Some also work at trace time, for `callbacks/_call.py`.
+Most take values on the host. Some also work at trace time, for `callbacks/_operands.py`.
 """
 
 from __future__ import annotations

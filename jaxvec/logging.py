@@ -38,8 +38,8 @@ from jaxvec._envs.constructors import find_spec
 from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._functions import restore, step
+from jaxvec.callbacks._handle import Handle
 
 __all__ = ["Episodes", "Run", "option", "play_episodes", "training"]
 

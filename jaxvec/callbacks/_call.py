@@ -1,173 +1,32 @@
-"""Handles, and the calls of JAX programs into a pool.
+"""Calls of JAX programs into a pool: their operands and results, and how they run.
 
-    jaxvec.step(handle, action)     _functions.py   checks the arguments, makes a `Call` and its operands
-    Call -> primitive               _primitive.py   traces, batches and lowers it to a transport
-    transport -> answer(call, ...)  _ffi.py, _io_callback.py; runs the call on the pool, with NumPy arrays
-
-This file has `Handle`, the effect that orders calls, `Call` and `answer`, and the checks of arguments.
+jaxvec.step(handle, action)     _functions.py   makes a `Call`, and its operands (`_operands.py`)
+Call -> primitive               _primitive.py   traces, batches and lowers it to a transport
+transport -> answer(call, ...)  _ffi.py, _io_callback.py; runs the call on the pool, with NumPy arrays
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import cloudpickle
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.experimental import io_callback
-from jax.extend.core import Jaxpr
-from jax.interpreters import batching
 from numpy.typing import NDArray
 
-from jaxvec._arguments import (
-    NO_SEED,
-    RowName,
-    cast_operands,
-    cast_rows,
-    castable,
-    check_mask,
-    check_options,
-    check_seeds,
-    expand_seeds,
-    flatten,
-)
+from jaxvec._arguments import cast_operands, check_seeds
 from jaxvec._dispatch.move import Caller, Move, Verb
-from jaxvec._errors import ActionError, EnvDataError, EnvIdError, StaleHandleError
+from jaxvec._errors import EnvDataError, EnvIdError
 from jaxvec._memory.rows import InvalidValue, conform, store
 from jaxvec._memory.segment import Copies, Deliver, Rows, into
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import EnvState, Leaf, Node, PoolSpec, build
-
-# --- Handles ---------------------------------------------------------------------------------------------
-
-jax.tree_util.register_dataclass(EnvState, data_fields=["ids"], meta_fields=[])
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["spec", "transport"])
-@dataclass(frozen=True)
-class Handle:
-    """Permission to reset or step some envs of a pool, once.
-
-    A pytree with one array, so it works with `jit`, `scan`, `cond` and donation. Its first axis is the env
-    axis: split it like observations, by indexing, reshaping, sharding or `vmap`. Each part is a handle:
-    `handle[:4]` is that of the first four envs.
-
-    Each reset and step returns a new handle and makes the old one stale. This orders the steps of a program.
-
-    Attributes:
-        token: Array `[num_envs, 3]` of uint32. For each env it stores the pool id, the env id, and a counter
-            that increases with every reset or step. The pool is looked up at run time, so a compiled program
-            works with every pool that has an equal `spec`.
-        spec: Shapes and dtypes of the pool's data. Static, compared by value.
-        transport: Transport of compiled programs to the pool. Static.
-
-    Example:
-        ```python
-        with jaxvec.make("CartPole-v1", 4) as envs:
-            handle, timestep = jaxvec.reset(envs, seed=0)
-            halves = jax.tree.map(lambda leaf: leaf.reshape(2, 2, 3), handle)
-            halves, timestep = jax.vmap(jaxvec.step)(halves, jnp.zeros((2, 2), int))
-            print(halves.token.shape, timestep.obs.shape)  # (2, 2, 3) (2, 2, 4)
-        ```
-    """
-
-    token: jax.Array
-    spec: PoolSpec
-    transport: str
-
-    @property
-    def num_envs(self) -> int:
-        return self.token.shape[0]
-
-    def __getitem__(self, index: Any) -> Handle:
-        """Returns the handle of some of the envs, by a slice or an array of indices."""
-        return self.next(self.token[index])
-
-    __iter__ = None  # a handle is not a sequence: `handle, timestep = ...` must not unpack it
-
-    def next(self, token: jax.Array) -> Handle:
-        """Returns a handle to the same envs with a new token."""
-        return Handle(token, self.spec, self.transport)
-
-
-# --- The effect of a call --------------------------------------------------------------------------------
-# A subclass of `io_callback`'s effect: JAX neither drops, repeats nor reorders a call, and `checkpoint`
-# rejects it. Under `vmap`, a `cond` with an unbatched predicate may contain calls, unlike `io_callback`. With
-# a batched predicate, JAX would run all branches and select from the results, and a `while_loop` would step
-# every instance until the last is done. The wrapped batching rules below reject both.
-
-# The effect class is private in JAX, but every jaxpr with a callback contains an instance. JAX registers
-# effects by class, while the batching rules of `cond` and `while_loop` compare instances.
-(_IO,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
-
-# JAX's errors show the effect: "Effects not supported in partial-eval of `checkpoint`/`remat`: [...]".
-_EFFECT = (
-    "jaxvec.step or another call of jaxvec, which would run again for the backward pass. Call it outside of "
-    "jax.checkpoint, which may contain the network (docs/transformations.md)"
-)
-EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: _EFFECT})()
-
-# Calls that JAX may drop or repeat.
-PURE = (Verb.GET_ATTR, Verb.SIMULATE)
-
-# Their effect, which every transformation allows. Without an effect, JAX would dispatch a program with only
-# such calls from C++, from its second run on, and then raises a plain ValueError for their errors.
-(PURE_EFFECT,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
-
-_COND = (
-    "vmap of jax.lax.cond or switch, with a jaxvec call in a branch, and a predicate that differs between "
-    "the vmapped instances: JAX would run all branches for all instances, and so step the wrong envs. Step "
-    "all envs and choose between the results with jnp.where, reset some envs with mask=, or use one "
-    "predicate for all instances"
-)
-_WHILE = (
-    "vmap of jax.lax.while_loop, with a jaxvec call in it, and a predicate that differs between the vmapped "
-    "instances: JAX would step the envs of all instances until the last is done. Use one predicate for all "
-    'instances, such as .all() of theirs; with autoreset_mode="EPISODIC", envs that are done stay idle'
-)
-
-
-def _batch_cond(rule: Any, axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
-    # The index of `platform_dependent` may be batched, but is equal for all vmapped instances.
-    differs = dims[0] is not None and "branches_platforms" not in params
-    if differs and any(EFFECT in branch.effects for branch in branches):
-        raise NotImplementedError(_COND)
-    return rule(axis_data, args, dims, branches=branches, **params)
-
-
-def _batch_while(rule: Any, *args: Any, cond_jaxpr: Any, body_jaxpr: Any, **params: Any) -> Any:
-    if EFFECT not in {*cond_jaxpr.effects, *body_jaxpr.effects}:
-        return rule(*args, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **params)
-    # Only the rule knows whether the predicate is batched: if so, it rejects JAX's own effect.
-    try:
-        return rule(*args, cond_jaxpr=_with_jax_effect(cond_jaxpr), body_jaxpr=body_jaxpr, **params)
-    except Exception as error:
-        if "batched predicate" not in str(error):
-            raise
-        raise NotImplementedError(_WHILE) from None
-
-
-def _with_jax_effect(jaxpr: Any) -> Any:
-    effects = {*jaxpr.effects, _IO}
-    if isinstance(jaxpr, Jaxpr):
-        return jaxpr.replace(effects=effects)
-    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(effects=effects))  # a ClosedJaxpr, up to jax 0.11
-
-
-for _primitive, _batch in ((jax.lax.cond_p, _batch_cond), (jax.lax.while_p, _batch_while)):
-    _rules = batching.fancy_primitive_batchers
-    _rules[_primitive] = partial(_batch, _rules[_primitive])
-
-
-# --- Calls: operands, results, and their execution with NumPy arrays -------------------------------------
+from jaxvec._spec import Leaf, PoolSpec, build
+from jaxvec.callbacks._operands import row_name
 
 _ID = ((3,), np.dtype(np.uint32))  # shape and dtype of a state's id
 
@@ -386,15 +245,6 @@ def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
     )
 
 
-def pool_id_of(token: Array) -> int:
-    pools = token[:, 0]
-    if not len(pools) or (pools != pools[0]).any():
-        raise StaleHandleError(
-            f"the handle refers to several pools ({np.unique(pools).tolist()}); use one handle per pool"
-        )
-    return int(pools[0])
-
-
 def token_of(pool: Pool, move: Move) -> Array:
     """Returns the token of the next handle to the envs of `move`."""
     token = np.empty((len(move.slots), 3), np.uint32)
@@ -405,158 +255,3 @@ def token_of(pool: Pool, move: Move) -> Array:
 
 def _struct(shape: tuple[int, ...], dtype: Any, rows: int) -> Struct:
     return Struct((rows, *shape), dtype)
-
-
-# --- Checks of the functions' arguments, traced or not ---------------------------------------------------
-
-
-def check_handle(handle: Any, verb: str) -> PoolSpec:
-    """Returns the handle's spec; raises `TypeError` for other objects and for pools that JAX can't use."""
-    if not isinstance(handle, Handle):
-        raise TypeError(
-            f"{verb} takes the handle that jaxvec.reset or jaxvec.step returned, got {type(handle).__name__}"
-        )
-    token = jax.typeof(handle.token)
-    if token.shape[1:] != (3,) or token.dtype != np.uint32:
-        raise TypeError(
-            f"{verb} got a handle with a token of {token.str_short()} instead of uint32[num_envs,3]. Under "
-            "vmap, pass the split handle as a mapped argument; the handle of one env is handle[i : i + 1]"
-        )
-    for leaf in (*handle.spec.action_leaves, *handle.spec.timestep_leaves):
-        if leaf.is_object:
-            raise TypeError(
-                f"{leaf}: its space has no fixed shape, so the pool stores Python objects, which compiled "
-                "programs can't use; wrap the env so that this leaf is an array, or step the pool in Python"
-            )
-        if jax.dtypes.canonicalize_dtype(leaf.stored) != leaf.stored:
-            raise TypeError(
-                f"{leaf}: the pool stores {leaf.stored}, but jax_enable_x64 is off; turn it on, or make the "
-                "pool with jaxvec.make while it is off"
-            )
-    return handle.spec
-
-
-def check_action(spec: PoolSpec, action: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
-    """Returns the action's leaves, `[num_envs, ...]`, in the order of the spec."""
-    return _check_batch(spec.action, action, num_envs, name_row)
-
-
-def declared_options(spec: PoolSpec, options: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
-    """Returns the operands for reset options, none for `None`.
-
-    The options are a pytree of the declared space with leaves `[num_envs, ...]`, or `[...]` for all envs.
-    """
-    check = partial(_check_batch, num_envs=num_envs, name_row=name_row, one_for_all=True)
-    return check_options(spec, options, num_envs, check, jnp.ones)
-
-
-def row_name(ids: Any) -> RowName:
-    """Returns a function that names the env of a row, by env ids `[k]` or a token `[k, 3]`."""
-
-    def name(row: int) -> str:
-        if isinstance(ids, Tracer):  # the ids are known when the call runs
-            return f"row {row}"
-        return f"env {int(ids[row, 1] if ids.ndim == 2 else ids[row])}"
-
-    return name
-
-
-def types_of(operands: Sequence[Any]) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
-    """Returns `Call.arguments`."""
-    return tuple((operand.shape[1:], np.dtype(operand.dtype)) for operand in operands)
-
-
-def _check_batch(
-    node: Node, batch: Any, num_envs: int, name_row: RowName, *, one_for_all: bool = False
-) -> list[jax.Array]:
-    """Returns the leaves in their stored dtype; integers that may not fit are left to the call."""
-
-    def check(leaf: Leaf, value: Any) -> jax.Array:
-        try:
-            array = as_array(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
-        shape = (num_envs, *leaf.shape)
-        xp = np if isinstance(array, np.ndarray) else jnp
-        if one_for_all and array.shape == leaf.shape:
-            array = xp.broadcast_to(array, shape)
-        if array.shape != shape:
-            raise ActionError(
-                f"{leaf}: got shape {array.shape}, expected {shape}, env axis first; under vmap and "
-                "shard_map, split the handle like the action"
-            )
-        if not castable(array.dtype, leaf):
-            hint = f"cast it with .astype(jnp.{leaf.stored})"
-            raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")
-        if isinstance(array, np.ndarray):
-            return jnp.asarray(cast_rows(leaf, array, name_row))
-        may_wrap = leaf.stored.kind in "iu" and not np.can_cast(array.dtype, leaf.stored)
-        return array if may_wrap else array.astype(leaf.stored)
-
-    return flatten(node, batch, check)
-
-
-def as_array(value: Any) -> jax.Array | NDArray[Any]:
-    """Returns a value as an array: numbers of the host as NumPy's, because JAX would wrap large integers."""
-    if isinstance(value, jax.Array):
-        return value
-    with suppress(jax.errors.TracerArrayConversionError):  # a list with traced values
-        array = np.asarray(value)
-        if array.dtype.kind in "biuf":
-            return array
-    return jnp.asarray(value)
-
-
-def seed_words(seed: Any, num_envs: int) -> jax.Array:
-    """Returns the low and high word of each env's seed, `[num_envs, 2]` uint32.
-
-    `seed` is as in `expand_seeds`, but may be traced, or a JAX key from which each env's seed is drawn.
-    """
-    if _is_key(seed, num_envs):
-        # 31 bits: some simulators take their seed as a C int.
-        seed = jax.random.bits(seed, (num_envs,), np.uint32) >> 1
-    if not isinstance(seed, Tracer):
-        seeds = expand_seeds(_to_host(seed), num_envs)
-        seeds = np.full(num_envs, NO_SEED) if seeds is None else seeds
-        return jnp.asarray(seeds.astype("<i8").view("<u4").reshape(num_envs, 2))
-    if not jnp.issubdtype(seed.dtype, np.integer) or seed.shape not in ((), (num_envs,)):
-        raise TypeError(
-            f"seed must be an integer or {num_envs} of them, or a key; got {seed.dtype} of shape {seed.shape}"
-        )
-    low = seed.astype(np.uint32)
-    if seed.dtype.itemsize == 8:
-        high = (seed >> 32).astype(np.uint32)
-    else:  # sign-extended, so that the error for a negative seed shows its value
-        high = jnp.where(seed < 0, ~np.uint32(0), np.uint32(0))
-    if seed.ndim == 0:
-        first, low = low, low + jnp.arange(num_envs, dtype=np.uint32)
-        high = high + (low < first)  # the carry of the addition
-    return jnp.stack([low, high], axis=-1)
-
-
-def mask_array(mask: Any, num_envs: int) -> jax.Array:
-    if mask is None:
-        return jnp.ones(num_envs, np.bool_)
-    if not isinstance(mask, Tracer):
-        return jnp.asarray(check_mask(_to_host(mask), num_envs))
-    if mask.dtype != np.bool_ or mask.shape != (num_envs,):
-        raise ValueError(f"mask must be bool of shape ({num_envs},), got {mask.dtype} of shape {mask.shape}")
-    return mask
-
-
-def _is_key(seed: Any, num_envs: int) -> bool:
-    if not isinstance(seed, jax.Array):
-        return False
-    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        return True
-    raw = seed.dtype == np.uint32 and seed.shape == (2,)
-    if raw and num_envs == 2:
-        raise TypeError(
-            "seed: a uint32 array of shape (2,) can be an old-style key or two seeds; pass "
-            "jax.random.key(...) or int32 seeds"
-        )
-    return raw
-
-
-def _to_host(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, jax.Array) else value

@@ -23,8 +23,9 @@ from jaxvec._pool.pool import Pool
 from jaxvec._spec import TimeStep
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions
-from jaxvec.callbacks._call import Handle, as_array
+from jaxvec.callbacks._handle import Handle
 from jaxvec.callbacks._make import make
+from jaxvec.callbacks._operands import as_array
 
 # Options that users cannot set.
 _FIXED_OPTIONS = {

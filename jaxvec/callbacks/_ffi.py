@@ -30,7 +30,9 @@ from jaxvec._native.interrupts import raise_since
 from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks import _call
-from jaxvec.callbacks._call import PURE, Call
+from jaxvec.callbacks._call import Call
+from jaxvec.callbacks._effects import PURE
+from jaxvec.callbacks._handle import pool_id_of
 from jaxvec.callbacks._packing import Packing
 
 _MIN_VERSION = 1  # oldest FFI version that runtimes accept: 1000 * major + minor
@@ -151,7 +153,7 @@ def _serve(
         raise TypeError("the operands of an FFI call must start with a handle's token; recompile the program")
     token = operands[0]
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
-    pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
+    pool_id, rows = pool_id_of(token), len(token) if fresh else None
     with (
         jax.profiler.TraceAnnotation(f"{VERBS[verb].function} (by Python)"),
         registry.serving(pool_id, fingerprint, rows) as pool,

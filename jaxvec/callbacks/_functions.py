@@ -19,13 +19,11 @@ from jaxvec._spec import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _primitive
-from jaxvec.callbacks._call import (
-    Call,
-    Handle,
-    Operand,
+from jaxvec.callbacks._call import Call, Operand
+from jaxvec.callbacks._handle import Handle, check_handle
+from jaxvec.callbacks._operands import (
     as_array,
     check_action,
-    check_handle,
     declared_options,
     mask_array,
     row_name,

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from jaxvec import _native
 from jaxvec._pool import registry
 from jaxvec._tracing import span
-from jaxvec.callbacks._call import EFFECT, PURE, Call, answer, pool_id_of
+from jaxvec.callbacks._call import Call, answer
+from jaxvec.callbacks._effects import EFFECT, PURE
+from jaxvec.callbacks._handle import pool_id_of
 from jaxvec.callbacks._packing import WORD, Packing
 
 # Up to jax 0.10, reading an input of 100 KiB or more of an `io_callback` deadlocks if its value was not ready

@@ -38,7 +38,7 @@ from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
 from jaxvec._util import add_note
 from jaxvec._vector_env import VectorEnv, pool_of
-from jaxvec.callbacks import _primitive
+from jaxvec.callbacks import _effects, _primitive
 
 
 @dataclass(frozen=True)
@@ -250,6 +250,7 @@ def make(
         config = PoolConfig(
             **{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given}
         )
+        _effects.install()
         transport = _primitive.choose_transport(config.settings.transport)
         place = Placement.of(device)
         envs = start(

@@ -24,7 +24,9 @@ from jaxvec._errors import EnvIdError
 from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
 from jaxvec.callbacks import _ffi, _io_callback
-from jaxvec.callbacks._call import EFFECT, PURE, PURE_EFFECT, Call, answer, pool_id_of
+from jaxvec.callbacks._call import Call, answer
+from jaxvec.callbacks._effects import EFFECT, PURE, PURE_EFFECT
+from jaxvec.callbacks._handle import pool_id_of
 
 _logger = logging.getLogger("jaxvec")
 

@@ -25,8 +25,8 @@ from gymnasium import Space, spaces
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import TimeStep
-from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
+from jaxvec.callbacks._handle import Handle
 from jaxvec.compat._base import PooledEnv
 
 __all__ = ["Env", "make", "wrap"]

@@ -20,7 +20,7 @@ from jaxvec._spec import TimeStep, select
 from jaxvec._util import optional_imports
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _functions, _make
-from jaxvec.callbacks._call import Handle
+from jaxvec.callbacks._handle import Handle
 from jaxvec.compat import _spaces, gymnax
 
 __all__ = ["make"]

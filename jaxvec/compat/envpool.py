@@ -34,7 +34,8 @@ from jaxvec._spec import PoolSpec, TimeStep
 from jaxvec._util import install_command
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions
-from jaxvec.callbacks._call import Handle, token_of
+from jaxvec.callbacks._call import token_of
+from jaxvec.callbacks._handle import Handle
 from jaxvec.compat import _atari
 from jaxvec.compat._base import convert_info
 from jaxvec.compat._spaces import dm_observation_spec, dm_spec, record_type, to_dm_timestep, to_old_gym

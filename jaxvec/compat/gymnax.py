@@ -20,8 +20,8 @@ from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
+from jaxvec.callbacks._handle import Handle
 from jaxvec.compat import _base, _spaces
 from jaxvec.compat._base import PooledEnv
 

@@ -22,7 +22,7 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._native.native_engine import CEngine
 from jaxvec._pool import pool as _pool
 from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _call, _ffi
+from jaxvec.callbacks import _call, _ffi, _operands
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -348,7 +348,7 @@ def test_errors_are_those_of_the_cpu(driver, pool):
         gpu.step(first, np.zeros(2, np.int32))
     with pytest.raises(jaxvec.StaleHandleError):
         envs.raise_if_failed()
-    action = _call.types_of([np.zeros(2, np.int32)])
+    action = _operands.types_of([np.zeros(2, np.int32)])
     with pytest.raises(CallError, match="buffers"):
         gpu.call(Verb.STEP, [second, np.zeros(2, np.float32)], arguments=action)
     with pytest.raises(CallError, match="buffers"):

@@ -21,7 +21,7 @@ from support.ahead_of_time import ImageEnv
 
 import jaxvec
 from jaxvec._dispatch.move import Verb
-from jaxvec.callbacks import _call
+from jaxvec.callbacks import _call, _operands
 from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -98,7 +98,7 @@ def test_the_callback_steps_the_pool(make, tpu, env):
     action = jax.tree.map(np.asarray, envs.action_space.sample())
     lower(jaxvec.step, handle, action)
     (callback,) = tpu.callbacks
-    leaves = _call.check_action(handle.spec, action, 2, str)
+    leaves = _operands.check_action(handle.spec, action, 2, str)
     transferred = callback(packed(handle, *leaves))
     packing = Packing.of(_call.Call(Verb.STEP, handle.spec, "io_callback").results(2))
     token, *rows = packing.views([np.asarray(array) for array in transferred])

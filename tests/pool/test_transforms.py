@@ -6,6 +6,7 @@ import inspect
 import math
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from functools import partial
@@ -544,6 +545,30 @@ def test_the_ffi_by_name_refuses_a_program_that_xla_shards(make, mesh):
     with pytest.raises(NotImplementedError, match=r"over 4 devices; use jax\.shard_map"):
         jax.jit(rollout)(*sharded)
     assert envs.get_attr("steps") == (0,) * 8
+
+
+def test_an_import_leaves_jax_as_it_was():
+    """The first `make` installs the batching rules that reject such programs."""
+    script = """
+        import sys
+        import jax
+        from jax.interpreters import batching
+
+        rules = batching.fancy_primitive_batchers
+        before = {**rules}
+        import jaxvec
+        jaxvec.Handle, jaxvec.step, jaxvec.VectorEnv
+        assert {name: rules[name] for name in before} == before
+        with jaxvec.make("CartPole-v1", 1, backend="serial"):
+            pass
+        changed = {name for name in before if rules[name] is not before[name]}
+        assert changed == {jax.lax.cond_p, jax.lax.while_p}, changed
+        after = {**rules}
+        with jaxvec.make("CartPole-v1", 1, backend="serial"):
+            pass
+        assert rules == after
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=PATIENCE)
 
 
 # --- Threads ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jaxvec import _native
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory import pinned
 from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _call, _ffi
+from jaxvec.callbacks import _call, _ffi, _operands
 from jaxvec.callbacks._packing import Packing
 
 SOURCES = Path(__file__).resolve().parent / "native"
@@ -120,16 +120,16 @@ class Gpu:
     def step(self, token, action):
         """As `reset`."""
         leaves = self._leaves(action, len(token))
-        return self.call(Verb.STEP, [token, *leaves], arguments=_call.types_of(leaves))
+        return self.call(Verb.STEP, [token, *leaves], arguments=_operands.types_of(leaves))
 
     def send(self, token, action, env_id):
         """As `reset`, without rows."""
         leaves = self._leaves(action, len(env_id))
         operands = [token, *leaves, env_id.astype(np.int32)]
-        return self.call(Verb.SEND, operands, arguments=_call.types_of(leaves))[0]
+        return self.call(Verb.SEND, operands, arguments=_operands.types_of(leaves))[0]
 
     def _leaves(self, action, rows):
-        return [np.asarray(leaf) for leaf in _call.check_action(self.envs.spec, action, rows, str)]
+        return [np.asarray(leaf) for leaf in _operands.check_action(self.envs.spec, action, rows, str)]
 
     def recv(self, token):
         """As `reset`."""

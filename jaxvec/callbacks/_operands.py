@@ -1,0 +1,153 @@
+"""The arguments of the functions for JAX programs as operands of a call: checked arrays, traced or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from numpy.typing import NDArray
+
+from jaxvec._arguments import (
+    NO_SEED,
+    RowName,
+    cast_rows,
+    castable,
+    check_mask,
+    check_options,
+    expand_seeds,
+    flatten,
+)
+from jaxvec._errors import ActionError
+from jaxvec._spec import Leaf, Node, PoolSpec
+
+
+def check_action(spec: PoolSpec, action: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
+    """Returns the action's leaves, `[num_envs, ...]`, in the order of the spec."""
+    return _check_batch(spec.action, action, num_envs, name_row)
+
+
+def declared_options(spec: PoolSpec, options: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
+    """Returns the operands for reset options, none for `None`.
+
+    The options are a pytree of the declared space with leaves `[num_envs, ...]`, or `[...]` for all envs.
+    """
+    check = partial(_check_batch, num_envs=num_envs, name_row=name_row, one_for_all=True)
+    return check_options(spec, options, num_envs, check, jnp.ones)
+
+
+def row_name(ids: Any) -> RowName:
+    """Returns a function that names the env of a row, by env ids `[k]` or a token `[k, 3]`."""
+
+    def name(row: int) -> str:
+        if isinstance(ids, Tracer):  # the ids are known when the call runs
+            return f"row {row}"
+        return f"env {int(ids[row, 1] if ids.ndim == 2 else ids[row])}"
+
+    return name
+
+
+def types_of(operands: Sequence[Any]) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
+    """Returns `Call.arguments`."""
+    return tuple((operand.shape[1:], np.dtype(operand.dtype)) for operand in operands)
+
+
+def _check_batch(
+    node: Node, batch: Any, num_envs: int, name_row: RowName, *, one_for_all: bool = False
+) -> list[jax.Array]:
+    """Returns the leaves in their stored dtype; integers that may not fit are left to the call."""
+
+    def check(leaf: Leaf, value: Any) -> jax.Array:
+        try:
+            array = as_array(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
+        shape = (num_envs, *leaf.shape)
+        xp = np if isinstance(array, np.ndarray) else jnp
+        if one_for_all and array.shape == leaf.shape:
+            array = xp.broadcast_to(array, shape)
+        if array.shape != shape:
+            raise ActionError(
+                f"{leaf}: got shape {array.shape}, expected {shape}, env axis first; under vmap and "
+                "shard_map, split the handle like the action"
+            )
+        if not castable(array.dtype, leaf):
+            hint = f"cast it with .astype(jnp.{leaf.stored})"
+            raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")
+        if isinstance(array, np.ndarray):
+            return jnp.asarray(cast_rows(leaf, array, name_row))
+        may_wrap = leaf.stored.kind in "iu" and not np.can_cast(array.dtype, leaf.stored)
+        return array if may_wrap else array.astype(leaf.stored)
+
+    return flatten(node, batch, check)
+
+
+def as_array(value: Any) -> jax.Array | NDArray[Any]:
+    """Returns a value as an array: numbers of the host as NumPy's, because JAX would wrap large integers."""
+    if isinstance(value, jax.Array):
+        return value
+    with suppress(jax.errors.TracerArrayConversionError):  # a list with traced values
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf":
+            return array
+    return jnp.asarray(value)
+
+
+def seed_words(seed: Any, num_envs: int) -> jax.Array:
+    """Returns the low and high word of each env's seed, `[num_envs, 2]` uint32.
+
+    `seed` is as in `expand_seeds`, but may be traced, or a JAX key from which each env's seed is drawn.
+    """
+    if _is_key(seed, num_envs):
+        # 31 bits: some simulators take their seed as a C int.
+        seed = jax.random.bits(seed, (num_envs,), np.uint32) >> 1
+    if not isinstance(seed, Tracer):
+        seeds = expand_seeds(_to_host(seed), num_envs)
+        seeds = np.full(num_envs, NO_SEED) if seeds is None else seeds
+        return jnp.asarray(seeds.astype("<i8").view("<u4").reshape(num_envs, 2))
+    if not jnp.issubdtype(seed.dtype, np.integer) or seed.shape not in ((), (num_envs,)):
+        raise TypeError(
+            f"seed must be an integer or {num_envs} of them, or a key; got {seed.dtype} of shape {seed.shape}"
+        )
+    low = seed.astype(np.uint32)
+    if seed.dtype.itemsize == 8:
+        high = (seed >> 32).astype(np.uint32)
+    else:  # sign-extended, so that the error for a negative seed shows its value
+        high = jnp.where(seed < 0, ~np.uint32(0), np.uint32(0))
+    if seed.ndim == 0:
+        first, low = low, low + jnp.arange(num_envs, dtype=np.uint32)
+        high = high + (low < first)  # the carry of the addition
+    return jnp.stack([low, high], axis=-1)
+
+
+def mask_array(mask: Any, num_envs: int) -> jax.Array:
+    if mask is None:
+        return jnp.ones(num_envs, np.bool_)
+    if not isinstance(mask, Tracer):
+        return jnp.asarray(check_mask(_to_host(mask), num_envs))
+    if mask.dtype != np.bool_ or mask.shape != (num_envs,):
+        raise ValueError(f"mask must be bool of shape ({num_envs},), got {mask.dtype} of shape {mask.shape}")
+    return mask
+
+
+def _is_key(seed: Any, num_envs: int) -> bool:
+    if not isinstance(seed, jax.Array):
+        return False
+    if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return True
+    raw = seed.dtype == np.uint32 and seed.shape == (2,)
+    if raw and num_envs == 2:
+        raise TypeError(
+            "seed: a uint32 array of shape (2,) can be an old-style key or two seeds; pass "
+            "jax.random.key(...) or int32 seeds"
+        )
+    return raw
+
+
+def _to_host(value: Any) -> Any:
+    return np.asarray(value) if isinstance(value, jax.Array) else value
