@@ -31,11 +31,12 @@ from numpy.typing import NDArray
 
 from jaxvec import _errors
 from jaxvec._arguments import derive_seeds
-from jaxvec._config import Budget, OnFault, PoolConfig, Ray, Restart, Timeouts, check_count, parse_restart
+from jaxvec._options import OnFault, PoolConfig, Ray, Restart, Timeouts, check_count, parse_restart
 from jaxvec._ray import cluster, nodes
 from jaxvec._remote.wire import versions
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv, pool_of
+from jaxvec._workers.budget import Budget
 from jaxvec._workers.worker import pickle_given
 from jaxvec.callbacks._functions import reset, restore, save
 from jaxvec.callbacks._make import make

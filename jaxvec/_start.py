@@ -14,11 +14,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
-from jaxvec._config import Budget, OtherMachines, PoolConfig, Ray
 from jaxvec._envs import constructors, foreign_env
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._memory.segment import Place, split_evenly
+from jaxvec._options import OtherMachines, PoolConfig, Ray
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
@@ -26,6 +26,7 @@ from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, foreign
 from jaxvec._workers.base import Launcher, WorkerGroup
+from jaxvec._workers.budget import Budget
 from jaxvec._workers.process import LocalLauncher, ProcessWorkers
 from jaxvec._workers.serial import SerialWorkers
 from jaxvec._workers.worker import WorkerRecipe

@@ -13,13 +13,13 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from jaxvec._config import CheckMode, PoolConfig
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvFailure, build_env, close_envs
 from jaxvec._envs.failures import report, to_error
 from jaxvec._memory import rows, segment
 from jaxvec._memory.segment import make_layout
+from jaxvec._options import CheckMode, PoolConfig
 from jaxvec._spec import Autoreset, as_jax, make_spec
 
 __all__ = ["CountingEnv", "NestedEnv", "check_env"]

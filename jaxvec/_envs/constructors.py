@@ -29,7 +29,6 @@ from gymnasium.spaces import Box, Space, Tuple
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
-from jaxvec._config import PoolConfig
 from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.env_slice import EnvSlice
@@ -43,6 +42,7 @@ from jaxvec._envs.envs import (
 )
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
+from jaxvec._options import PoolConfig
 from jaxvec._spec import EnvSpaces
 from jaxvec._util import copied
 

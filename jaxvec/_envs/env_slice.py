@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 
 from jaxvec import _native, _stats
 from jaxvec._arguments import NO_SEED
-from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.env_states import (
     EnvState,
@@ -65,6 +64,7 @@ from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
+from jaxvec._options import PoolConfig
 from jaxvec._snapshots.pickling import dumps
 from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
 from jaxvec._tracing import Recorder, span

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._config import Restart
 from jaxvec._envs.envs import EnvFailure
+from jaxvec._options import Restart
 from jaxvec._spec import KeyPath
 from jaxvec._tracing import Record, Recorder
 from jaxvec._util import copied

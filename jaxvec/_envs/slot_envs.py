@@ -21,13 +21,13 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, derive_seeds
-from jaxvec._config import PoolConfig
 from jaxvec._envs.env_states import EnvState, StatefulEnv
 from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
 from jaxvec._envs.flight import FlightRecorder
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
+from jaxvec._options import PoolConfig
 from jaxvec._spec import KeyPath, PoolSpec, build, format_path, leaves, padded_nodes
 from jaxvec._tracing import RecordedEnv, Recorder
 

@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options, options_on_host
-from jaxvec._config import Timeouts
 from jaxvec._dispatch.engine import EngineConfig, MoveResult, PendingEnvs, Status, select_whole
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
+from jaxvec._options import Timeouts
 from jaxvec._pool.env_calls import EnvCalls
 from jaxvec._pool.pool_states import PackedStates, SavedStates, StateTable
 from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState

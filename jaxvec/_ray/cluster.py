@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._config import PoolConfig, Ray
+from jaxvec._options import PoolConfig, Ray
 from jaxvec._ray import nodes
 from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostSource
 from jaxvec._remote.wire import Host, HostLostError, Listener

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._config import Ray
+from jaxvec._options import Ray
 from jaxvec._remote.wire import HostLostError
 
 # --- Runtime environments: Ray ships directories when a process connects, and the rest with each actor

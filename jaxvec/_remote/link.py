@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import verbs_of
 from jaxvec._envs.failures import Report
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
+from jaxvec._options import PoolConfig
 from jaxvec._remote import wire
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Process, Slices, worker_end

@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from jaxvec._config import OtherMachines, PoolConfig, check_count
 from jaxvec._memory.segment import split_evenly
+from jaxvec._options import OtherMachines, PoolConfig, check_count
 from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostSource
 from jaxvec._remote.wire import Host, Listener
 from jaxvec._workers.base import Slices

@@ -23,8 +23,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
+from jaxvec._options import PoolConfig
 from jaxvec._workers import foreign
 from jaxvec._workers.base import Process, describe_exit
 from jaxvec._workers.forkserver import (

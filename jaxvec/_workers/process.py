@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options, options_changed, select_options
-from jaxvec._config import Budget, PoolConfig
 from jaxvec._dispatch.channel import Channel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
 from jaxvec._dispatch.engine import Engine, EngineConfig
@@ -26,12 +25,14 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs.slice import Arguments, RequestName
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
+from jaxvec._options import PoolConfig
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork
 from jaxvec._workers.base import Check, Launcher, Process, WaitLimits, WorkerGroup, open_engine, parent_end
+from jaxvec._workers.budget import Budget
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
 from jaxvec._workers.output import Output, OutputFiles, OutputLog

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._config import Budget
 from jaxvec._dispatch.engine import Engine, EngineConfig
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
@@ -30,6 +29,7 @@ from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
 from jaxvec._util import copied
 from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, open_engine, parent_end
+from jaxvec._workers.budget import Budget
 from jaxvec._workers.supervisor import describe_losses
 from jaxvec._workers.worker import WorkerRecipe
 

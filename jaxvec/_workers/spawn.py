@@ -18,8 +18,8 @@ from typing import Any
 
 import gymnasium
 
-from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
+from jaxvec._options import PoolConfig
 from jaxvec._workers import foreign, lifeline
 from jaxvec._workers.base import Process, describe_exit
 

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from jaxvec._arguments import Options, select_options
-from jaxvec._config import Budget, Restart
 from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._dispatch.move import Verb, verbs_of
@@ -48,11 +47,13 @@ from jaxvec._errors import (
 from jaxvec._memory.rows import reader
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
+from jaxvec._options import Restart
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
 from jaxvec._workers import stacks
 from jaxvec._workers import worker as protocol
 from jaxvec._workers.base import Check, Launcher, Process, Slices, WaitLimits
+from jaxvec._workers.budget import Budget
 
 # --- Fair locks ------------------------------------------------------------------------------------------
 

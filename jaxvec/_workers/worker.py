@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._config import PoolConfig, Recycle, Workers
 from jaxvec._dispatch.channel import Channel, adopt_channel
 from jaxvec._dispatch.dispatch import Work, WorkerDispatch
 from jaxvec._dispatch.move import Verb
@@ -33,6 +32,7 @@ from jaxvec._envs.foreign_env import to_plain
 from jaxvec._envs.slice import ExportedSlots, ImportedSlots, RequestName, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.segment import Layout, Marks, attach_segment
+from jaxvec._options import PoolConfig, Recycle, Workers
 from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
 from jaxvec._tracing import span

@@ -16,8 +16,8 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxvec._config import PoolConfig, Workers
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
+from jaxvec._options import PoolConfig, Workers
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import TimeStep

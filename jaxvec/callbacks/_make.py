@@ -19,7 +19,9 @@ from gymnasium.vector import AutoresetMode
 from jax.sharding import Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxvec._config import (
+from jaxvec._envs import constructors, foreign_env
+from jaxvec._memory.segment import ALIGNMENT, Rows
+from jaxvec._options import (
     AutoresetName,
     Backend,
     CheckMode,
@@ -32,8 +34,6 @@ from jaxvec._config import (
     Timeouts,
     Workers,
 )
-from jaxvec._envs import constructors, foreign_env
-from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
 from jaxvec._util import add_note

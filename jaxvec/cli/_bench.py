@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import jaxvec
-from jaxvec._config import config
+from jaxvec._settings import config
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
 

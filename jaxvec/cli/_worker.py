@@ -11,7 +11,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxvec._config import check_count
+from jaxvec._options import check_count
 from jaxvec._remote.host import serve_pool
 from jaxvec._remote.remote import check_key, parse_address
 from jaxvec._remote.wire import HostLostError

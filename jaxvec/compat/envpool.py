@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 import jaxvec
 from jaxvec._arguments import NO_SEED, check_env_id, check_ids, check_mask, check_on_host, expand_seeds
-from jaxvec._config import AutoresetName, Workers
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
+from jaxvec._options import AutoresetName, Workers
 from jaxvec._spec import PoolSpec, TimeStep
 from jaxvec._util import install_command
 from jaxvec._vector_env import VectorEnv, pool_of

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from jaxvec import _start, _vector_env
 from jaxvec._arguments import check_on_host, expand_seeds
-from jaxvec._config import AutoresetName, PoolConfig, Timeouts, Workers
 from jaxvec._dispatch.move import Caller, Verb
 from jaxvec._envs.constructors import load_from_main
 from jaxvec._errors import (
@@ -41,6 +40,7 @@ from jaxvec._errors import (
     SpaceMismatchError,
 )
 from jaxvec._memory.segment import Copies, Rows, views
+from jaxvec._options import AutoresetName, PoolConfig, Timeouts, Workers
 from jaxvec._spec import Autoreset, Leaf, Node, as_is, fold_space, map_leaves, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
 from jaxvec._vector_env import pool_of

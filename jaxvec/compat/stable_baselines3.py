@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from jaxvec import _util
 from jaxvec._arguments import check_on_host, expand_seeds
-from jaxvec._config import Workers
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._memory.segment import Copies, Rows
+from jaxvec._options import Workers
 from jaxvec._spec import Leaf, Node, PoolSpec, builder, map_leaves
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare

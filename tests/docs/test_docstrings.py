@@ -98,7 +98,7 @@ def _public() -> Iterator[tuple[str, str]]:
         yield from _module(module)
     for name in _errors.__all__:  # jaxvec exports all of them
         yield from _docstrings(f"jaxvec.{name}", "jaxvec._errors", name)
-    for module, symbol in (("_config", "Config"), ("_rollouts", "RolloutStats"), ("_stats", "WorkerStats")):
+    for module, symbol in (("_settings", "Config"), ("_rollouts", "RolloutStats"), ("_stats", "WorkerStats")):
         yield from _docstrings(f"jaxvec.{module}.{symbol}", f"jaxvec.{module}", symbol)
     for path in sorted((SOURCES / "compat").glob("[!_]*")):
         yield from _module(f"jaxvec.compat.{path.stem}")

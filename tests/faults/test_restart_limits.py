@@ -38,8 +38,8 @@ from test_restarts import (  # noqa: F401
 )
 
 import jaxvec
-from jaxvec import _config
 from jaxvec._vector_env import pool_of
+from jaxvec._workers import budget as budgets
 from jaxvec._workers import fork
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
@@ -93,8 +93,8 @@ def test_more_restarts_in_a_period_than_the_rate_says_are_too_many(make, backend
 
 def test_a_rate_is_of_any_such_period_and_of_each_worker(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(_config, "time", SimpleNamespace(monotonic=lambda: now))
-    budget = _config.Budget(jaxvec.Restart(max_restarts=None, rate=(2, 10.0)), 2)
+    monkeypatch.setattr(budgets, "time", SimpleNamespace(monotonic=lambda: now))
+    budget = budgets.Budget(jaxvec.Restart(max_restarts=None, rate=(2, 10.0)), 2)
 
     def spend(worker):
         try:

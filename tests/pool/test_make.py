@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import jaxvec
-from jaxvec._config import PoolConfig
+from jaxvec._options import PoolConfig
 from jaxvec._workers import spawn
 from jaxvec.testing import CountingEnv, NestedEnv
 

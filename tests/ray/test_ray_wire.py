@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.disasters import PATIENCE, Background, wait_until
 
-from jaxvec._config import PoolConfig
+from jaxvec._options import PoolConfig
 from jaxvec._remote import host as _host
 from jaxvec._remote import wire
 from jaxvec._remote.host import WorkerHost

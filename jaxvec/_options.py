@@ -1,21 +1,17 @@
 """The options of a pool, as validated records.
 
 `PoolConfig` has all options of `jaxvec.make` that do not need JAX; `Restart`, `Ray`, `Workers`, `States` and
-`Timeouts` group some of them. `config` has the settings of this process.
+`Timeouts` group some of them.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
 import shutil
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,14 +19,18 @@ from typing import Any, Literal, TypeAlias, get_args
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from jaxvec._errors import JaxvecError
+from jaxvec._settings import Config, check_choice, config
 from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+
 
 # --- Recovery from faults --------------------------------------------------------------------------------
 
 Retry: TypeAlias = Literal["reset", "rebuild"]
-
-_logger = logging.getLogger("jaxvec")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Restart:
     keep_options: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("retry", self.retry, get_args(Retry))
+        check_choice("retry", self.retry, get_args(Retry))
         if self.max_restarts is not None and not self.max_restarts >= 0:
             raise ValueError(f"max_restarts must be at least 0, or None, not {self.max_restarts!r}")
         if self.rate is not None:
@@ -93,46 +93,6 @@ def parse_restart(on_fault: OnFault | Restart) -> Restart | None:
     if on_fault not in get_args(OnFault):
         raise ValueError(f'on_fault must be "raise", "restart" or a jaxvec.Restart, not {on_fault!r}')
     return Restart() if on_fault == "restart" else None
-
-
-class Budget:
-    """Counts the faults of workers or Ray actors against the limits of a `Restart`.
-
-    Attributes:
-        restarts: Number of recovered faults, per worker.
-    """
-
-    def __init__(self, policy: Restart | None, num_workers: int, *, who: str = "worker") -> None:
-        self.policy = policy
-        self._who = who
-        self.restarts = [0] * num_workers
-        count = policy.rate[0] if policy and policy.rate else 0
-        # Times of the latest restarts of each worker, oldest first, by the monotonic clock in seconds.
-        self._latest = [deque[float](maxlen=count) for _ in range(num_workers)]
-
-    @property
-    def rebuilds(self) -> bool:
-        """True if an env that raised is rebuilt."""
-        return self.policy is not None and self.policy.retry == "rebuild"
-
-    def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
-        """Counts and logs a fault, with a note on what is lost; raises `error` if the limits are exceeded."""
-        if self.policy is None:
-            raise error
-        now = time.monotonic()
-        count, limit = self.restarts[worker], self.policy.max_restarts
-        latest, rate = self._latest[worker], self.policy.rate
-        why = ""
-        if limit is not None and count >= limit:
-            why = f"it was restarted {count} times, and max_restarts is {limit}"
-        elif rate is not None and len(latest) == rate[0] and now - latest[0] < rate[1]:
-            why = f"restarts in the last {now - latest[0]:.1f} s: {len(latest)}, and rate is {rate}"
-        if why:
-            error.args = (f"{error}\n{self._who.capitalize()} {worker} was not restarted: {why}.",)
-            raise error
-        self.restarts[worker] = count + 1
-        latest.append(now)
-        _logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)
 
 
 # --- Workers on other machines ---------------------------------------------------------------------------
@@ -176,7 +136,7 @@ class Ray(OtherMachines):
     runtime_env: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("placement_strategy", self.placement_strategy, (*get_args(Strategy), None))
+        check_choice("placement_strategy", self.placement_strategy, (*get_args(Strategy), None))
         check_count("workers_per_actor", self.workers_per_actor, 1)
         for name, amount in self._of_worker.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -209,19 +169,8 @@ class Ray(OtherMachines):
 
 # --- Worker processes, saved states, time limits ---------------------------------------------------------
 
-
 StartMethod: TypeAlias = Literal["auto", "forkserver", "spawn"]
 OutputMode: TypeAlias = Literal["inherit", "log", "file"]
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def _variables(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
@@ -342,8 +291,8 @@ class Workers:
         object.__setattr__(self, "env", _variables(self.env))
         if self.num is not None:
             check_count("Workers(num=...)", self.num, 1)
-        _check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
-        _check_choice("Workers(output=...)", self.output, get_args(OutputMode))
+        check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
+        check_choice("Workers(output=...)", self.output, get_args(OutputMode))
         if self.init is not None and not callable(self.init):
             raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
         if self.python is not None:
@@ -454,79 +403,6 @@ def _check_seconds(name: str, seconds: Any) -> float | None:
     return seconds if isinstance(seconds, int | float) else float(seconds)
 
 
-# --- `jaxvec.config`, the settings of the process --------------------------------------------------------
-
-Transport: TypeAlias = Literal["auto", "ffi", "io_callback"]
-Dispatch: TypeAlias = Literal["auto", "native", "portable"]
-_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "transport": get_args(Transport),
-    "dispatch": get_args(Dispatch),
-    "wrapper_bypass": (True, False),
-}
-
-
-@dataclass
-class Config:
-    """Settings for tests and bug reports. `jaxvec.config` holds those of this process.
-
-    A pool reads them when it is made. The initial values come from the environment variables
-    `JAXVEC_TRANSPORT`, `JAXVEC_DISPATCH` and `JAXVEC_WRAPPER_BYPASS` (`true` or `false`).
-
-    Attributes:
-        transport: Transport of compiled programs to the pool: `"ffi"` on the CPU and on NVIDIA GPUs, without
-            Python; `"io_callback"` on every platform; `"auto"` for the first that works.
-            `VectorEnv.transport` shows which one a pool uses.
-        dispatch: Synchronisation between this process and the workers: `"native"` by futexes, `"portable"`
-            over sockets, `"auto"` for the first that works here.
-        wrapper_bypass: Whether to step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and
-            `PassiveEnvChecker` directly once this makes no difference. Data, errors and the wrappers'
-            attributes are the same. `False` calls every wrapper.
-
-    Example:
-        ```python
-        with jaxvec.config.override(transport="io_callback"):
-            envs = jaxvec.make("CartPole-v1", 2)
-        print(envs.transport)  # io_callback
-        envs.close()
-        ```
-    """
-
-    transport: Transport = "auto"
-    dispatch: Dispatch = "auto"
-    wrapper_bypass: bool = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _SETTINGS:
-            raise AttributeError(f"jaxvec.config has no setting {name!r}, only {', '.join(_SETTINGS)}")
-        _check_choice(f"jaxvec.config.{name}", value, _SETTINGS[name])
-        super().__setattr__(name, value)
-
-    @contextmanager
-    def override(self, **settings: Any) -> Generator[None]:
-        """Changes settings within a `with` block, for all threads."""
-        before = {name: value for name, value in vars(self).items() if name in settings}
-        try:
-            for name, value in settings.items():
-                setattr(self, name, value)
-            yield
-        finally:
-            vars(self).update(before)
-
-
-def _from_environ() -> Config:
-    given: dict[str, Any] = {}
-    for name, allowed in _SETTINGS.items():
-        variable = f"JAXVEC_{name.upper()}"
-        if text := os.environ.get(variable, "").lower():
-            values = {str(value).lower(): value for value in allowed}
-            _check_choice(variable, text, tuple(values))
-            given[name] = values[text]
-    return Config(**given)
-
-
-config: Config = _from_environ()
-
-
 # --- The options of `make` -------------------------------------------------------------------------------
 
 RecvOrder: TypeAlias = Literal["ready", "sent"]
@@ -585,8 +461,8 @@ class PoolConfig:
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
             check_count("states", self.states, 0)
             object.__setattr__(self, "states", States(self.states))
-        _check_choice("recv_order", self.recv_order, get_args(RecvOrder))
-        _check_choice("check", self.check, get_args(CheckMode))
+        check_choice("recv_order", self.recv_order, get_args(RecvOrder))
+        check_choice("check", self.check, get_args(CheckMode))
         if not isinstance(self.backend, OtherMachines) and self.backend not in get_args(Backend):
             names = '"process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote'
             raise ValueError(f"backend must be {names}, not {self.backend!r}")

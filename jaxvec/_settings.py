@@ -1,0 +1,85 @@
+"""`jaxvec.config`: the settings of the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+
+
+Transport: TypeAlias = Literal["auto", "ffi", "io_callback"]
+Dispatch: TypeAlias = Literal["auto", "native", "portable"]
+_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "transport": get_args(Transport),
+    "dispatch": get_args(Dispatch),
+    "wrapper_bypass": (True, False),
+}
+
+
+@dataclass
+class Config:
+    """Settings for tests and bug reports. `jaxvec.config` holds those of this process.
+
+    A pool reads them when it is made. The initial values come from the environment variables
+    `JAXVEC_TRANSPORT`, `JAXVEC_DISPATCH` and `JAXVEC_WRAPPER_BYPASS` (`true` or `false`).
+
+    Attributes:
+        transport: Transport of compiled programs to the pool: `"ffi"` on the CPU and on NVIDIA GPUs, without
+            Python; `"io_callback"` on every platform; `"auto"` for the first that works.
+            `VectorEnv.transport` shows which one a pool uses.
+        dispatch: Synchronisation between this process and the workers: `"native"` by futexes, `"portable"`
+            over sockets, `"auto"` for the first that works here.
+        wrapper_bypass: Whether to step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and
+            `PassiveEnvChecker` directly once this makes no difference. Data, errors and the wrappers'
+            attributes are the same. `False` calls every wrapper.
+
+    Example:
+        ```python
+        with jaxvec.config.override(transport="io_callback"):
+            envs = jaxvec.make("CartPole-v1", 2)
+        print(envs.transport)  # io_callback
+        envs.close()
+        ```
+    """
+
+    transport: Transport = "auto"
+    dispatch: Dispatch = "auto"
+    wrapper_bypass: bool = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SETTINGS:
+            raise AttributeError(f"jaxvec.config has no setting {name!r}, only {', '.join(_SETTINGS)}")
+        check_choice(f"jaxvec.config.{name}", value, _SETTINGS[name])
+        super().__setattr__(name, value)
+
+    @contextmanager
+    def override(self, **settings: Any) -> Generator[None]:
+        """Changes settings within a `with` block, for all threads."""
+        before = {name: value for name, value in vars(self).items() if name in settings}
+        try:
+            for name, value in settings.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            vars(self).update(before)
+
+
+def _from_environ() -> Config:
+    given: dict[str, Any] = {}
+    for name, allowed in _SETTINGS.items():
+        variable = f"JAXVEC_{name.upper()}"
+        if text := os.environ.get(variable, "").lower():
+            values = {str(value).lower(): value for value in allowed}
+            check_choice(variable, text, tuple(values))
+            given[name] = values[text]
+    return Config(**given)
+
+
+config: Config = _from_environ()

@@ -1,0 +1,52 @@
+"""The number of faults from which the workers of a pool, or the actors of rollouts, may recover."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from jaxvec._errors import JaxvecError
+from jaxvec._options import Restart
+
+_logger = logging.getLogger("jaxvec")
+
+
+class Budget:
+    """Counts the faults of workers or Ray actors against the limits of a `Restart`.
+
+    Attributes:
+        restarts: Number of recovered faults, per worker.
+    """
+
+    def __init__(self, policy: Restart | None, num_workers: int, *, who: str = "worker") -> None:
+        self.policy = policy
+        self._who = who
+        self.restarts = [0] * num_workers
+        count = policy.rate[0] if policy and policy.rate else 0
+        # Times of the latest restarts of each worker, oldest first, by the monotonic clock in seconds.
+        self._latest = [deque[float](maxlen=count) for _ in range(num_workers)]
+
+    @property
+    def rebuilds(self) -> bool:
+        """True if an env that raised is rebuilt."""
+        return self.policy is not None and self.policy.retry == "rebuild"
+
+    def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
+        """Counts and logs a fault, with a note on what is lost; raises `error` if the limits are exceeded."""
+        if self.policy is None:
+            raise error
+        now = time.monotonic()
+        count, limit = self.restarts[worker], self.policy.max_restarts
+        latest, rate = self._latest[worker], self.policy.rate
+        why = ""
+        if limit is not None and count >= limit:
+            why = f"it was restarted {count} times, and max_restarts is {limit}"
+        elif rate is not None and len(latest) == rate[0] and now - latest[0] < rate[1]:
+            why = f"restarts in the last {now - latest[0]:.1f} s: {len(latest)}, and rate is {rate}"
+        if why:
+            error.args = (f"{error}\n{self._who.capitalize()} {worker} was not restarted: {why}.",)
+            raise error
+        self.restarts[worker] = count + 1
+        latest.append(now)
+        _logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)
