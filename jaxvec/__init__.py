@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvec import _errors
 from jaxvec._errors import *  # noqa: F403 - its `__all__` has the public errors
-from jaxvec._options import Ray, Recycle, Restart, States, Timeouts, Workers
+from jaxvec._options import Recycle, Restart, States, Timeouts, Workers
 from jaxvec._settings import config
 from jaxvec._spec import EnvState, TimeStep
 from jaxvec._stats import Stats
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from jaxvec import normalize as normalize
     from jaxvec import spaces as spaces
     from jaxvec import testing as testing
-    from jaxvec._remote.remote import Remote
-    from jaxvec._rollouts import Rollout, Rollouts
+    from jaxvec._backends.ray.backend import Ray
+    from jaxvec._backends.ray.rollouts import Rollout, Rollouts
+    from jaxvec._backends.remote.remote import Remote
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._handle import Handle
@@ -61,9 +62,10 @@ _MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "spaces", 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
     "Handle": "callbacks._handle",
-    "Remote": "_remote.remote",
-    "Rollout": "_rollouts",
-    "Rollouts": "_rollouts",
+    "Ray": "_backends.ray.backend",
+    "Remote": "_backends.remote.remote",
+    "Rollout": "_backends.ray.rollouts",
+    "Rollouts": "_backends.ray.rollouts",
     "VectorEnv": "_vector_env",
     "make": "callbacks._make",
     **dict.fromkeys(("call", "get_attr", "recv", "reset", "restore"), "callbacks._functions"),

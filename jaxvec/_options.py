@@ -1,6 +1,6 @@
 """The options of a pool, as validated records.
 
-`PoolConfig` has all options of `jaxvec.make` that do not need JAX; `Restart`, `Ray`, `Workers`, `States` and
+`PoolConfig` has all options of `jaxvec.make` that do not need JAX. `Restart`, `Workers`, `States` and
 `Timeouts` group some of them.
 """
 
@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._settings import Config, check_choice, config
 from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
+
+if TYPE_CHECKING:
+    from jaxvec._workers.backend import Backend
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -93,78 +96,6 @@ def parse_restart(on_fault: OnFault | Restart) -> Restart | None:
     if on_fault not in get_args(OnFault):
         raise ValueError(f'on_fault must be "raise", "restart" or a jaxvec.Restart, not {on_fault!r}')
     return Restart() if on_fault == "restart" else None
-
-
-# --- Workers on other machines ---------------------------------------------------------------------------
-
-
-class OtherMachines:
-    """Base class of backends with workers on other machines: `Ray`, and `Remote` of `_remote/remote.py`."""
-
-
-_RESOURCE_STEP = 0.0001  # Ray stores amounts of resources in multiples of this
-Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-
-
-@dataclass(frozen=True)
-class Ray(OtherMachines):
-    """Options for workers on a Ray cluster, for `make(backend=...)`; `"ray"` is short for `Ray()`.
-
-    Attributes:
-        address: Address of the cluster, as for `ray.init`. `None` uses the cluster that this process is
-            connected to, or else the one that `ray.init()` finds or starts.
-        workers_per_actor: Number of worker processes per actor. Each step needs one message per actor, so use
-            few actors with many workers each, down to one per node.
-        resources_per_worker: Resources that an actor reserves per worker, such as
-            `{"CPU": 2, "GPU": 0.5, "memory": 4e9}`; one CPU by default.
-        placement_strategy: Strategy of the actors' placement group: `"PACK"`, `"SPREAD"`, `"STRICT_PACK"` or
-            `"STRICT_SPREAD"`. `None` for no group, so that Ray places each actor independently.
-        runtime_env: Runtime environment of the actors, as for Ray: `pip`, `working_dir`, … Ray uploads local
-            directories when the process connects to the cluster, so they are rejected after that.
-
-    Example:
-        ```python
-        cluster = jaxvec.Ray("auto", workers_per_actor=16, resources_per_worker={"CPU": 0.5})
-        envs = jaxvec.make("CartPole-v1", 256, num_workers=64, backend=cluster)
-        ```
-    """
-
-    address: str | None = None
-    workers_per_actor: int = 1
-    resources_per_worker: Mapping[str, float] | None = None
-    placement_strategy: Strategy | None = None
-    runtime_env: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("placement_strategy", self.placement_strategy, (*get_args(Strategy), None))
-        check_count("workers_per_actor", self.workers_per_actor, 1)
-        for name, amount in self._of_worker.items():
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(f"resources_per_worker[{name!r}] must be a number >= 0, not {amount!r}")
-        self.check(self.workers_per_actor)
-
-    def check(self, num_workers: int) -> None:
-        """Raises `ValueError` if Ray cannot reserve the resources of an actor with `num_workers` workers."""
-        for name, amount in self.of_actor(num_workers).items():
-            why = ""
-            if 0 < amount < _RESOURCE_STEP:
-                why = f"Ray counts in steps of {_RESOURCE_STEP}"
-            elif name == "GPU" and amount > 1 and amount % 1:
-                why = "Ray can reserve a part of one GPU or whole GPUs"
-            if why:
-                raise ValueError(
-                    f"resources_per_worker[{name!r}] is {self._of_worker[name]!r}, so an actor with "
-                    f"{num_workers} workers reserves {amount}, but {why}"
-                )
-
-    def of_actor(self, num_workers: int | None = None) -> dict[str, float]:
-        """Returns the resources of an actor with `num_workers` workers, by default `workers_per_actor`."""
-        count = self.workers_per_actor if num_workers is None else num_workers
-        return {name: round(amount * count, 8) for name, amount in self._of_worker.items()}
-
-    @property
-    def _of_worker(self) -> dict[str, float]:
-        return {"CPU": 1, **(self.resources_per_worker or {})}
 
 
 # --- Worker processes, saved states, time limits ---------------------------------------------------------
@@ -406,7 +337,6 @@ def _check_seconds(name: str, seconds: Any) -> float | None:
 # --- The options of `make` -------------------------------------------------------------------------------
 
 RecvOrder: TypeAlias = Literal["ready", "sent"]
-Backend: TypeAlias = Literal["process", "serial", "ray"]
 OnFault: TypeAlias = Literal["raise", "restart"]
 CheckMode: TypeAlias = Literal["structure", "strict"]
 # Names and values, as `parse_autoreset` accepts both.
@@ -432,7 +362,7 @@ class PoolConfig:
     workers: Workers = Workers()
     batch_size: int | None = None
     recv_order: RecvOrder = "ready"
-    backend: Backend | OtherMachines = "process"
+    backend: Backend | Literal["process", "serial", "ray"] = "process"
     autoreset_mode: AutoresetMode | AutoresetName | None = None
     final_obs: bool = True
     info: Mapping[str, Any] | Iterable[str] | None = None
@@ -463,11 +393,6 @@ class PoolConfig:
             object.__setattr__(self, "states", States(self.states))
         check_choice("recv_order", self.recv_order, get_args(RecvOrder))
         check_choice("check", self.check, get_args(CheckMode))
-        if not isinstance(self.backend, OtherMachines) and self.backend not in get_args(Backend):
-            names = '"process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote'
-            raise ValueError(f"backend must be {names}, not {self.backend!r}")
-        if self.backend == "ray":
-            object.__setattr__(self, "backend", Ray())
         if self.envs_per_instance is not None:
             check_count("envs_per_instance", self.envs_per_instance, 1)
         check_count("spare_envs", self.spare_envs, 0)
@@ -482,10 +407,6 @@ class PoolConfig:
                 "states and spare_envs cannot be combined: with spare envs, the next episode depends on the "
                 "other envs, so it cannot be restored from one env's state. Remove one of them"
             )
-        if self.workers.python is not None and isinstance(self.backend, OtherMachines):
-            raise ValueError(
-                "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
-            )
         if self.workers.recycle is not None and self.spare_envs:
             raise ValueError(
                 "Workers(recycle=...) and spare_envs cannot be combined: a new process can restore envs, but "
@@ -495,21 +416,12 @@ class PoolConfig:
             object.__setattr__(self, "record_faults", os.path.abspath(self.record_faults))
             rejected: dict[str, Any] = {"envs_per_instance": self.envs_per_instance}
             rejected |= {"spare_envs": self.spare_envs, "reset_options": self.reset_options}
-            rejected |= {"workers on other machines": isinstance(self.backend, OtherMachines)}
-            _reject("does not go with record_faults; remove one of them", rejected)
+            reject("does not go with record_faults; remove one of them", rejected)
         if self.envs_per_instance is not None:
             rejected = {"on_fault": restart, "check": self.strict}
             rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
             rejected |= {"Workers(recycle=...)": self.workers.recycle}
-            _reject("does not go with a batched env", rejected)
-        if self.backend == "serial":
-            if self.workers.num not in (None, 1):
-                raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
-            options = ("env", "init", "preload", "pin", "python", "recycle")
-            rejected = {f"Workers({name}=...)": getattr(self.workers, name) for name in options}
-            rejected["Workers(output=...)"] = self.workers.output != "inherit"
-            rejected["spare_envs"] = self.spare_envs
-            _reject('needs worker processes; backend="serial" has none', rejected)
+            reject("does not go with a batched env", rejected)
 
     @property
     def autoreset(self) -> Autoreset | None:
@@ -572,11 +484,6 @@ class PoolConfig:
                 "reset_options does not go with a batched env, which resets its envs itself; pass options to "
                 "reset, or make the envs one by one"
             )
-        if self.states.max and isinstance(self.backend, OtherMachines):
-            raise ValueError(
-                "reset_options and states can be combined only with workers on this machine: on others, a "
-                "restore would not reach the options that this process keeps for the envs. Remove one of them"
-            )
 
     def _merge_workers(self) -> Workers:
         if self.num_workers is None:
@@ -589,7 +496,8 @@ class PoolConfig:
         return replace(self.workers, num=self.num_workers)
 
 
-def _reject(why: str, values: Mapping[str, Any]) -> None:
+def reject(why: str, values: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for the first option that is set, by name and value, and says `why`."""
     for name, value in values.items():
         if value:
             raise ValueError(f"{name} {why}")

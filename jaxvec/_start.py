@@ -5,10 +5,11 @@ The workers make the envs and describe them; the specification of the pool follo
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -18,22 +19,16 @@ from jaxvec._envs import constructors, foreign_env
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._memory.segment import Place, split_evenly
-from jaxvec._options import OtherMachines, PoolConfig, Ray
+from jaxvec._options import PoolConfig
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
-from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import base, foreign
-from jaxvec._workers.base import Launcher, WorkerGroup
-from jaxvec._workers.budget import Budget
-from jaxvec._workers.process import LocalLauncher, ProcessWorkers
-from jaxvec._workers.serial import SerialWorkers
+from jaxvec._workers import foreign
+from jaxvec._workers.backend import Backend
+from jaxvec._workers.process import LocalProcesses
+from jaxvec._workers.serial import SerialBackend
 from jaxvec._workers.worker import WorkerRecipe
-
-if TYPE_CHECKING:
-    from jaxvec._ray.cluster import RayCluster
-    from jaxvec._remote.remote import Remote
 
 
 def start(
@@ -70,8 +65,9 @@ def start(
     size = config.envs_per_instance
     together = size or 1
     num_envs = constructors.count(env, num_envs, size)
-    cluster = _cluster(config)
-    num_workers = _num_workers(config, num_envs // together, cluster)
+    backend = _backend(config.backend)
+    backend.check(config)
+    num_workers = _num_workers(backend, config, num_envs // together)
     slices = split_evenly(num_envs, num_workers, together)
     python = None if config.workers.python is None else foreign.probe(str(config.workers.python))
     if python is not None:
@@ -86,7 +82,7 @@ def start(
         env_fns = [partial(foreign_env.build_adapted, env_fn) for env_fn in env_fns]
     declared, learnt = undeclared(config.info)
     recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces, shares_values=shares_values)
-    workers = _workers(recipe, cluster, learn_info=bool(learnt))
+    workers = backend.start(recipe, learn_info=bool(learnt))
     try:
         description = workers.description
         autoreset = config.autoreset or _autoreset_of(description)
@@ -133,22 +129,6 @@ def _adopt(
     return [lambda: env], env.num_envs, replace(config, backend="serial", envs_per_instance=env.num_envs)
 
 
-def _workers(recipe: WorkerRecipe, cluster: RayCluster | Remote | None, *, learn_info: bool) -> WorkerGroup:
-    config = recipe.config
-    budget = Budget(config.restart, len(recipe.slices))
-    python, dispatch = config.workers.python, config.settings.dispatch
-    portable = dispatch == "auto" and python is not None and not foreign.probe(str(python)).is_native
-    dispatch = "portable" if portable else base.choose_dispatch(dispatch)
-    if config.backend == "serial":
-        return SerialWorkers(recipe, dispatch=dispatch, budget=budget, learn_info=learn_info)
-    launcher: Launcher
-    if cluster is None:
-        launcher = LocalLauncher(config, dict(enumerate(recipe.slices)))
-    else:
-        launcher = cluster.launcher(recipe.slices, config)
-    return ProcessWorkers(recipe, launcher=launcher, dispatch=dispatch, budget=budget, learn_info=learn_info)
-
-
 def _autoreset_of(description: Description) -> Autoreset:
     mode = description.metadata.get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
@@ -159,28 +139,30 @@ def _autoreset_of(description: Description) -> Autoreset:
     return Autoreset(mode)
 
 
-def _cluster(config: PoolConfig) -> RayCluster | Remote | None:
-    """Returns the source of worker hosts, if workers are on other machines; connects to a Ray cluster."""
-    if not isinstance(config.backend, OtherMachines):
-        return None
-    if not isinstance(config.backend, Ray):
-        return cast("Remote", config.backend)
-    from jaxvec._ray import cluster as ray_cluster  # imports Ray, which is optional
-
-    return ray_cluster.connect(config.backend, config.timeouts.start)
-
-
-def _num_workers(config: PoolConfig, num_envs: int, cluster: RayCluster | Remote | None) -> int:
-    num_workers = config.workers.num
-    if config.backend == "serial":
-        return 1
-    if num_workers is None:
-        if cluster is not None:
-            return cluster.num_workers(num_envs, config.timeouts.start)
-        return min(num_envs, usable_cores())
-    if num_workers > num_envs:
+def _backend(given: Any) -> Backend:
+    """Returns a backend, given it or its name. Those beside the core are imported only if they are named."""
+    if isinstance(given, Backend):
+        return given
+    if given == "process":
+        return LocalProcesses()
+    if given == "serial":
+        return SerialBackend()
+    others: Any = importlib.import_module("jaxvec._backends")
+    backend: Backend | None = others.named(given)
+    if backend is None:
         raise ValueError(
-            f"num_workers must be an integer from 1 to num_envs ({num_envs}), not {num_workers!r}"
+            f'backend must be "process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote, not {given!r}'
+        )
+    return backend
+
+
+def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> int:
+    num_workers = config.workers.num
+    if num_workers is None:
+        return backend.num_workers(num_instances, config.timeouts.start)
+    if num_workers > num_instances:
+        raise ValueError(
+            f"num_workers must be an integer from 1 to num_envs ({num_instances}), not {num_workers!r}"
         )
     return num_workers
 

@@ -4,7 +4,7 @@ A wake byte means that slots of the segment have changed. A frame has a pickled 
 descriptors. The end of file means that the other end is dead or closed, in both directions.
 
 `ParentChannel` and `WorkerChannel` are the interfaces of the two ends. `Channel` implements both for workers
-of this machine; `_ray/link.py` implements them for workers on other nodes, which have no socket here.
+of this machine. Backends implement them for workers elsewhere, which have no socket here.
 """
 
 from __future__ import annotations

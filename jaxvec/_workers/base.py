@@ -1,7 +1,8 @@
 """Interfaces of the workers of a pool and of their launchers, and the choice of the dispatch.
 
 A pool uses a `WorkerGroup`: `ProcessWorkers` (process.py) or `SerialWorkers` (serial.py). The former starts
-its workers by a `Launcher`, on this machine (fork.py, spawn.py) or on a Ray cluster (_ray/cluster.py).
+its workers by a `Launcher`, on this machine (fork.py, spawn.py) or elsewhere. A `Backend` (backend.py) makes
+the group.
 """
 
 from __future__ import annotations

@@ -30,8 +30,18 @@ from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
-from jaxvec._workers import fork
-from jaxvec._workers.base import Check, Launcher, Process, WaitLimits, WorkerGroup, open_engine, parent_end
+from jaxvec._workers import foreign, fork
+from jaxvec._workers.backend import Backend
+from jaxvec._workers.base import (
+    Check,
+    Launcher,
+    Process,
+    WaitLimits,
+    WorkerGroup,
+    choose_dispatch,
+    open_engine,
+    parent_end,
+)
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
@@ -103,20 +113,38 @@ class LocalLauncher(Launcher):
         self._output.close()
 
 
+class LocalProcesses(Backend):
+    """Processes on this machine."""
+
+    def num_workers(self, num_instances: int, timeout: float | None) -> int:
+        return min(num_instances, usable_cores())
+
+    def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
+        launcher = LocalLauncher(recipe.config, dict(enumerate(recipe.slices)))
+        return ProcessWorkers(recipe, launcher, learn_info=learn_info)
+
+
+def _dispatch_of(config: PoolConfig) -> str:
+    """Returns the dispatch for workers, which may be another interpreter without the native library."""
+    python, dispatch = config.workers.python, config.settings.dispatch
+    if dispatch == "auto" and python is not None and not foreign.probe(str(python)).is_native:
+        return "portable"
+    return choose_dispatch(dispatch)
+
+
 class ProcessWorkers(WorkerGroup):
     """The worker processes of one pool, and the parent's end of the dispatch to them."""
 
     _arrays: Arrays  # these two from `attach` to `close`
     _dispatch: ParentDispatch
 
-    def __init__(
-        self, recipe: WorkerRecipe, *, launcher: Launcher, dispatch: str, budget: Budget, learn_info: bool
-    ) -> None:
+    def __init__(self, recipe: WorkerRecipe, launcher: Launcher, *, learn_info: bool) -> None:
         """Starts the workers and waits until every env is built; raises as `wait`."""
+        budget = Budget(recipe.config.restart, len(recipe.slices))
         self._slices = recipe.slices
         self._launcher = launcher
         self._start_timeout = recipe.config.timeouts.start
-        self._kind = dispatch
+        self._kind = _dispatch_of(recipe.config)
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
         self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
         self.incarnations, self.last_errors = supervisor.incarnations, supervisor.last_errors

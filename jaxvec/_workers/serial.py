@@ -25,24 +25,46 @@ from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
 from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
+from jaxvec._options import PoolConfig, reject
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
 from jaxvec._util import copied
-from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, open_engine, parent_end
+from jaxvec._workers.backend import Backend
+from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, choose_dispatch, open_engine, parent_end
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.supervisor import describe_losses
 from jaxvec._workers.worker import WorkerRecipe
 
 
+class SerialBackend(Backend):
+    """This process and its own thread."""
+
+    def check(self, config: PoolConfig) -> None:
+        workers = config.workers
+        if workers.num not in (None, 1):
+            raise ValueError(f'backend="serial" has one worker, this process, not {workers.num}')
+        options = ("env", "init", "preload", "pin", "python", "recycle")
+        rejected: dict[str, Any] = {f"Workers({name}=...)": getattr(workers, name) for name in options}
+        rejected["Workers(output=...)"] = workers.output != "inherit"
+        rejected["spare_envs"] = config.spare_envs
+        reject('needs worker processes; backend="serial" has none', rejected)
+
+    def num_workers(self, num_instances: int, timeout: float | None) -> int:
+        return 1
+
+    def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
+        return SerialWorkers(recipe, learn_info=learn_info)
+
+
 class SerialWorkers(WorkerGroup):
     """The envs of one pool in this process."""
 
-    def __init__(self, recipe: WorkerRecipe, *, dispatch: str, budget: Budget, learn_info: bool) -> None:
+    def __init__(self, recipe: WorkerRecipe, *, learn_info: bool) -> None:
         self._envs: list[Any] = []
         self._close_slice: Callable[[], None] = lambda: None
         self._recipe = recipe
-        self._dispatch = dispatch
-        self._budget = budget
+        self._dispatch = choose_dispatch(recipe.config.settings.dispatch)
+        self._budget = budget = Budget(recipe.config.restart, 1)
         self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
         self.env_settings = None
         if budget.policy is not None:

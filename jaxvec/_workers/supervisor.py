@@ -1,7 +1,7 @@
 """Supervision of a pool's worker processes: requests, failures, replacements and shutdown.
 
     ProcessWorkers (process.py)   waits for envs, and calls their methods
-      -> Supervisor               -> Launcher (fork.py, spawn.py, _ray/cluster.py) starts a worker
+      -> Supervisor               -> Launcher (fork.py, spawn.py) starts a worker
       -> control socket           Setup, Attach, Request, Recover
       -> worker.py                -> control socket: Ready, Reply, failure reports, end of file
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,10 +23,8 @@ from jaxvec._envs import constructors, foreign_env
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._options import (
     AutoresetName,
-    Backend,
     CheckMode,
     OnFault,
-    OtherMachines,
     PoolConfig,
     RecvOrder,
     Restart,
@@ -38,6 +36,7 @@ from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
 from jaxvec._util import add_note
 from jaxvec._vector_env import VectorEnv, pool_of
+from jaxvec._workers.backend import Backend
 from jaxvec.callbacks import _effects, _primitive
 
 
@@ -93,7 +92,7 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
-_RECORDS = (Workers, Restart, States, Timeouts, OtherMachines)
+_RECORDS = (Workers, Restart, States, Timeouts, Backend)
 
 # Keywords of other libraries' functions that make vector envs, with advice.
 _PROCESSES = 'Remove it: envs always run in worker processes; use backend="serial" to run them in this one'
@@ -123,7 +122,7 @@ def make(
     workers: Workers = Workers(),  # noqa: B008 - it is immutable
     batch_size: int | None = None,
     recv_order: RecvOrder = "ready",
-    backend: Backend | OtherMachines = "process",
+    backend: Backend | Literal["process", "serial", "ray"] = "process",
     autoreset_mode: AutoresetMode | AutoresetName | None = None,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,

@@ -32,12 +32,12 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 import jaxvec
 from jaxvec import _native, _util, testing
+from jaxvec._backends.ray import cluster
 from jaxvec._envs import constructors, flight
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import split_evenly
 from jaxvec._native import NativeUnavailableError, native_dispatch
-from jaxvec._ray import cluster
 from jaxvec._settings import Transport
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv

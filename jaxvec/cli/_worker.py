@@ -11,10 +11,10 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxvec._backends.remote.host import serve_pool
+from jaxvec._backends.remote.remote import check_key, parse_address
+from jaxvec._backends.remote.wire import HostLostError
 from jaxvec._options import check_count
-from jaxvec._remote.host import serve_pool
-from jaxvec._remote.remote import check_key, parse_address
-from jaxvec._remote.wire import HostLostError
 
 _DETAILS = """\
 The command connects to the pool, and serves envs until the pool closes (exit code 0). If the connection is

@@ -23,7 +23,8 @@ import pytest
 from test_docs import check, installed
 
 import jaxvec
-from jaxvec import _errors, _start
+from jaxvec import _errors
+from jaxvec._workers import process
 
 SOURCES = Path(jaxvec.__file__).parent
 NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np": np}
@@ -34,7 +35,7 @@ NO_EXAMPLE = {f"jaxvec.{name}": "docs/errors.md has them" for name in _errors.__
 NOT_RUN = {
     "jaxvec.Ray": "needs a cluster",
     "jaxvec.Rollout": "needs a cluster; tests/ray/test_rollouts.py makes rollouts",
-    "jaxvec._rollouts.RolloutStats": "needs a cluster",
+    "jaxvec._backends.ray.rollouts.RolloutStats": "needs a cluster",
     "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",
     "jaxvec.adapters.mlagents.MlAgentsEnv": "needs a built Unity scene",
     "jaxvec.compat.stoix.register": "needs Stoix; tests/conformance/test_stoix.py runs it",
@@ -98,7 +99,11 @@ def _public() -> Iterator[tuple[str, str]]:
         yield from _module(module)
     for name in _errors.__all__:  # jaxvec exports all of them
         yield from _docstrings(f"jaxvec.{name}", "jaxvec._errors", name)
-    for module, symbol in (("_settings", "Config"), ("_rollouts", "RolloutStats"), ("_stats", "WorkerStats")):
+    for module, symbol in (
+        ("_settings", "Config"),
+        ("_backends.ray.rollouts", "RolloutStats"),
+        ("_stats", "WorkerStats"),
+    ):
         yield from _docstrings(f"jaxvec.{module}.{symbol}", f"jaxvec.{module}", symbol)
     for path in sorted((SOURCES / "compat").glob("[!_]*")):
         yield from _module(f"jaxvec.compat.{path.stem}")
@@ -128,7 +133,7 @@ def test_an_example_runs_and_prints_what_it_says(name, tmp_path, monkeypatch, ca
     if missing := [one for one in needs if not installed(one)]:
         pytest.skip(f"{' and '.join(missing)}: not installed")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_start, "usable_cores", lambda: 1)  # a worker each is enough, and costs half of two
+    monkeypatch.setattr(process, "usable_cores", lambda: 1)  # a worker each is enough, and costs half of two
     monkeypatch.setattr(logging.getLogger("jaxvec"), "disabled", True)  # of faults that are recovered from
     others = ".compat." in name or ".adapters." in name  # libraries, which may warn and print
     others |= name == "jaxvec.logging.training"  # which prints the score and the folder

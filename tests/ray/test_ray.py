@@ -34,9 +34,9 @@ from support.pool_machine import PoolMachine
 from support.scripts import leftovers
 
 import jaxvec
-from jaxvec._ray import cluster as _cluster
-from jaxvec._remote import link as _link
-from jaxvec._remote import wire
+from jaxvec._backends.ray import cluster as _cluster
+from jaxvec._backends.remote import link as _link
+from jaxvec._backends.remote import wire
 from jaxvec._vector_env import pool_of
 from jaxvec._workers import fork
 from jaxvec.spaces import pad
@@ -350,7 +350,7 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
     def telling_an_hour_more():
         class Ahead(actor_class()):
             def serve(self, *args):
-                from jaxvec._remote import host
+                from jaxvec._backends.remote import host
 
                 host._clock = lambda: time.monotonic_ns() + hour
                 super().serve(*args)

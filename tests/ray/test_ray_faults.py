@@ -25,9 +25,9 @@ from support.disasters import DEATHS, FAILURES, SleepingEnv, failing, wait_until
 from test_ray import Parented, assert_equal, cluster, make_on_ray, parents, pytestmark, ray, scan  # noqa: F401
 
 import jaxvec
-from jaxvec._ray import cluster as _cluster
-from jaxvec._ray import nodes as _nodes
-from jaxvec._remote import wire
+from jaxvec._backends.ray import cluster as _cluster
+from jaxvec._backends.ray import nodes as _nodes
+from jaxvec._backends.remote import wire
 from jaxvec.testing import CountingEnv
 
 cloudpickle.register_pickle_by_value(sys.modules[Parented.__module__])  # only the own module is, otherwise
@@ -228,7 +228,7 @@ def test_a_node_that_dies_while_an_actor_starts_on_it_is_no_fault(
 def test_there_are_as_many_workers_as_there_is_room_for(cluster, options, num_envs, num_workers):
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # without those that others killed
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
-    assert _cluster.connect(jaxvec.Ray(**options), None).num_workers(num_envs, None) == num_workers
+    assert _cluster.connect(jaxvec.Ray(**options), None).num_workers(num_envs) == num_workers
 
 
 def test_that_many_workers_are_made(cluster, make):

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from support.disasters import PATIENCE, Background, wait_until
 
+from jaxvec._backends.remote import host as _host
+from jaxvec._backends.remote import wire
+from jaxvec._backends.remote.host import WorkerHost
+from jaxvec._backends.remote.wire import MESSAGE, HostLostError, Listener, ProcessEnd, WorkerMessage, dial
 from jaxvec._options import PoolConfig
-from jaxvec._remote import host as _host
-from jaxvec._remote import wire
-from jaxvec._remote.host import WorkerHost
-from jaxvec._remote.wire import MESSAGE, HostLostError, Listener, ProcessEnd, WorkerMessage, dial
 
 KEY = bytes(range(32))
 ROWS = 1

@@ -24,7 +24,7 @@ from support.disasters import DEATHS, FAILURES, PATIENCE, SleepingEnv, failing, 
 from support.elsewhere import assert_equal, play_in_order
 
 import jaxvec
-from jaxvec._remote import host as remote_host
+from jaxvec._backends.remote import host as remote_host
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.timeout(300)

@@ -552,7 +552,7 @@ def test_actors_use_nodes_that_join_and_leave_those_lost(make_rollouts, cluster)
 
 
 def test_the_log_reports_a_rollout_that_is_late(make_rollouts, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(jaxvec._rollouts, "_LATE_SECONDS", 0.1)
+    monkeypatch.setattr(jaxvec._backends.ray.rollouts, "_LATE_SECONDS", 0.1)
     rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1)
     wait_until(lambda: "has not finished rollout 0 after" in caplog.text)
     (tmp_path / "gate 0").touch()

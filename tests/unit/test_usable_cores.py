@@ -7,8 +7,8 @@ import os
 import pytest
 
 import jaxvec
-from jaxvec import _start
 from jaxvec._util import usable_cores
+from jaxvec._workers import process
 from jaxvec.testing import CountingEnv
 
 
@@ -108,6 +108,6 @@ def test_without_procfs_affinity_counts(tmp_path, monkeypatch):
 def test_default_of_num_workers_follows_quota(machine, monkeypatch, quota, num_workers):
     cores = machine("0::/\n", V2, {"fs/cpu.max": quota})
     monkeypatch.undo()  # the workers inherit the true affinity
-    monkeypatch.setattr(_start, "usable_cores", lambda: cores)
+    monkeypatch.setattr(process, "usable_cores", lambda: cores)
     with jaxvec.make(CountingEnv, 3) as envs:
         assert len(envs.stats().workers) == num_workers

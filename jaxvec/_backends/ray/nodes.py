@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxvec._options import Ray
-from jaxvec._remote.wire import HostLostError
+from jaxvec._backends.remote.wire import HostLostError
+
+if TYPE_CHECKING:
+    from jaxvec._backends.ray.backend import Ray
 
 # --- Runtime environments: Ray ships directories when a process connects, and the rest with each actor
 

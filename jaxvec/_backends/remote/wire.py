@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._backends.remote.tls import encrypt
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.rows import RowPacker
 from jaxvec._memory.segment import Arrays
-from jaxvec._remote.tls import encrypt
 from jaxvec._spec import PoolSpec
 
 # --- TCP connections between two processes that share a key ----------------------------------------------

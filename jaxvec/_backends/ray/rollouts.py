@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 
 from jaxvec import _errors
 from jaxvec._arguments import derive_seeds
-from jaxvec._options import OnFault, PoolConfig, Ray, Restart, Timeouts, check_count, parse_restart
-from jaxvec._ray import cluster, nodes
-from jaxvec._remote.wire import versions
+from jaxvec._backends.ray import cluster, nodes
+from jaxvec._backends.ray.backend import Ray
+from jaxvec._backends.remote.wire import versions
+from jaxvec._options import OnFault, PoolConfig, Restart, Timeouts, check_count, parse_restart
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec._workers.budget import Budget

@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from jaxvec._backends.remote.backend import HostsBackend
+from jaxvec._backends.remote.link import CHECK_INTERVAL, HostLauncher, HostSource
+from jaxvec._backends.remote.wire import Host, Listener
 from jaxvec._memory.segment import split_evenly
-from jaxvec._options import OtherMachines, PoolConfig, check_count
-from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostSource
-from jaxvec._remote.wire import Host, Listener
+from jaxvec._options import PoolConfig, check_count
 from jaxvec._workers.base import Slices
 
 _logger = logging.getLogger("jaxvec")
@@ -37,7 +38,7 @@ def check_key(key: bytes) -> bytes:
     return key
 
 
-class Remote(AbstractContextManager["Remote"], OtherMachines):
+class Remote(AbstractContextManager["Remote"], HostsBackend):
     """A listener for worker hosts on other machines, for `make(backend=...)`. It needs no Ray.
 
     A host is a process `python -m jaxvec worker --connect HOST:PORT --key-file FILE`. It dials in, and serves
@@ -90,7 +91,7 @@ class Remote(AbstractContextManager["Remote"], OtherMachines):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def num_workers(self, num_envs: int, timeout: float | None) -> int:
+    def num_workers(self, num_instances: int, timeout: float | None) -> int:
         """Waits for the hosts, and returns the number of workers that fits their cores."""
         waiting = self._listener.wait(self._hosts, timeout)
         if len(waiting) < self._hosts:
@@ -98,10 +99,9 @@ class Remote(AbstractContextManager["Remote"], OtherMachines):
                 f"{len(waiting)} of {self._hosts} worker hosts have dialled in to {self.address} within "
                 f"Timeouts.start, {timeout} s; start: python -m jaxvec worker --connect {self.address}"
             )
-        return min(num_envs, self._hosts * min(host.cores for host in waiting))
+        return min(num_instances, self._hosts * min(host.cores for host in waiting))
 
     def launcher(self, slices: Slices, config: PoolConfig) -> HostLauncher:
-        """Returns the launcher of workers for these slices."""
         if len(slices) < self._hosts:
             raise ValueError(f"hosts is {self._hosts}, but the pool has only {len(slices)} workers")
         groups = [range(*group) for group in split_evenly(len(slices), self._hosts)]

@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxvec._backends.remote import wire
 from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import verbs_of
 from jaxvec._envs.failures import Report
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
 from jaxvec._options import PoolConfig
-from jaxvec._remote import wire
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Process, Slices, worker_end
 from jaxvec._workers.worker import Attach, Reply, Retire

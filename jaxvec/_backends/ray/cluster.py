@@ -1,7 +1,7 @@
 """The connection to a Ray cluster, and the launcher that runs hosts of workers in actors there.
 
 Ray places, starts and ends the hosts. Each dials in to this process, as those of `jaxvec.Remote` do: see
-`_remote/link.py`. Ray is imported only when `connect` is called.
+`_backends/remote/link.py`. Ray is imported only when `connect` is called.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxvec._options import PoolConfig, Ray
-from jaxvec._ray import nodes
-from jaxvec._remote.link import CHECK_INTERVAL, HostLauncher, HostSource
-from jaxvec._remote.wire import Host, HostLostError, Listener
+from jaxvec._backends.ray import nodes
+from jaxvec._backends.remote.link import CHECK_INTERVAL, HostLauncher, HostSource
+from jaxvec._backends.remote.wire import Host, HostLostError, Listener
+from jaxvec._options import PoolConfig
 from jaxvec._util import check_versions, install_command
 from jaxvec._workers.base import Slices
+
+if TYPE_CHECKING:
+    from jaxvec._backends.ray.backend import Ray
 
 _CONNECT_TIMEOUT = 10.0  # seconds for the head's machine to answer
 _PLACE_CHECK_INTERVAL = 1.0  # seconds between checks that an actor can still be placed
@@ -96,7 +99,7 @@ class RayCluster:
     ray: Any  # the module
     options: Ray
 
-    def num_workers(self, num_envs: int, timeout: float | None) -> int:
+    def num_workers(self, num_envs: int) -> int:
         """Returns the number of workers that fit now, at least one and at most one per env."""
         if not any(self.options.of_actor(1).values()):
             return num_envs
@@ -120,7 +123,7 @@ class RayLauncher(HostLauncher):
         groups = [range(first, min(first + size, num_workers)) for first in range(0, num_workers, size)]
         counts = [len(group) for group in groups]
         for count in {*counts}:  # the last actor may have fewer
-            options.check(count)
+            options.check_resources(count)
         nodes.check_place(ray, options.of_actor(counts[0]))
         self._ray = ray
         self.key = secrets.token_bytes(32)  # Ray brings it to the actors
@@ -245,7 +248,7 @@ def _actor_class() -> type:
 
         def serve(self, address: tuple[str, int], key: bytes, node: str, token: str) -> None:
             try:
-                host = importlib.import_module("jaxvec._remote.host")
+                host = importlib.import_module("jaxvec._backends.remote.host")
             except Exception as error:
                 raise ImportError(
                     f"can't import jaxvec ({type(error).__name__}: {error}); install it on the node, or let "

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._backends.remote import wire
 from jaxvec._dispatch.channel import WAKE, Channel, adopt_channel, channel_pair, dead_socket
 from jaxvec._dispatch.dispatch import time_left
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._options import PoolConfig
-from jaxvec._remote import wire
 from jaxvec._util import dumps, usable_cores
 from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
 from jaxvec._workers.process import LocalLauncher
