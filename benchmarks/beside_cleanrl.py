@@ -1,4 +1,4 @@
-"""Trains with a program of `examples/` and one of CleanRL for the same time, and saves both curves.
+"""Trains with a program of `jaxvec.examples` and one of CleanRL for the same time, and saves both curves.
 
     python -m benchmarks.beside_cleanrl ppo_mujoco ppo_continuous_action --cleanrl CHECKOUT --python PYTHON \
         --options "--total-steps 6000000" --cleanrl-options "--total-timesteps 600000" --out curves
@@ -30,14 +30,10 @@ Point = tuple[float, float]  # env steps, mean return
 _PROGRESS = re.compile(r" ([\d,]+) steps .* return (-?[\d.]+)$")
 _RETURN = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
 
-_EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
 
 def command_of(program: str) -> list[str]:
     """Returns the command line of a program of jaxvec, without options."""
-    if program == "ppo":
-        return [sys.executable, "-m", "jaxvec.examples.ppo"]
-    return [sys.executable, str(_EXAMPLES / f"{program}.py")]
+    return [sys.executable, "-m", f"jaxvec.examples.{program}"]
 
 
 def read_jaxvec(line: str) -> Point | None:
@@ -117,7 +113,7 @@ class Program:
 def main() -> None:
     """Parses the command line, runs both programs and writes their curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("program", help="name of a program in examples/, or ppo")
+    parser.add_argument("program", help="name of a program in jaxvec/examples/")
     parser.add_argument("cleanrl_program", help="file in CleanRL's folder `cleanrl`, without .py")
     parser.add_argument("--cleanrl", type=Path, required=True, help="path of a checkout of CleanRL")
     parser.add_argument("--python", required=True, help="interpreter with the dependencies of CleanRL")

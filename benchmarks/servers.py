@@ -1,9 +1,9 @@
 """Measures envs behind a server, all in one worker: `python -m benchmarks.servers`.
 
-The batched env is that of `examples/server_envs.py`, in a jitted scan. The ideal rate is that of envs that
-only wait: their number over the seconds of a step. The server of the example takes about as much CPU time per
-env step as the worker. `delay_server.cc`, which this program compiles, takes less, as a server on another
-machine would.
+The batched env is that of `jaxvec.examples.server_envs`, in a jitted scan. The ideal rate is that of envs
+that only wait: their number over the seconds of a step. The server of the example takes about as much CPU
+time per env step as the worker. `delay_server.cc`, which this program compiles, takes less, as a server on
+another machine would.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,11 +22,9 @@ import jax
 
 import jaxvec
 from benchmarks.__main__ import machine
+from jaxvec.examples.server_envs import LineClient, ServerEnvs, launch, start_server
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "examples"))
-
-from server_envs import LineClient, ServerEnvs, launch, start_server  # noqa: E402
 
 Start = Callable[[], tuple["subprocess.Popen[str]", int]]  # returns the process and its port
 

@@ -3,7 +3,7 @@
     mkdir curves
     python -m jaxvec.examples.ppo --name ppo && cp runs/ppo/metrics.csv curves/ppo.csv
     for program in ppo_recurrent dqn sac impala; do
-        python examples/$program.py --name $program && cp runs/$program/metrics.csv curves/$program.csv
+        python -m jaxvec.examples.$program --name $program && cp runs/$program/metrics.csv curves/$program.csv
     done
     python -m benchmarks.beside_cleanrl ...  # for ppo_mujoco and ppo_atari, see its docstring
     python -m benchmarks.training_curves curves --out docs/images/training_curves.svg

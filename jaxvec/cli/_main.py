@@ -493,12 +493,16 @@ examples:
 
 # --- new -------------------------------------------------------------------------------------------------
 
-_PROGRAMS = ("ppo",)  # example programs that are complete in one file
+_EXAMPLES = Path(jaxvec.__file__).parent / "examples"
+_PROGRAMS = tuple(sorted(path.stem for path in _EXAMPLES.glob("[!_]*.py")))
 
 
 def _run_new(options: Namespace) -> Outcome:
-    source = Path(jaxvec.__file__).parent / "examples" / f"{options.program}.py"
-    text = source.read_text().replace(f"-m jaxvec.examples.{options.program}", options.file.name)
+    text = (
+        (_EXAMPLES / f"{options.program}.py")
+        .read_text()
+        .replace(f"-m jaxvec.examples.{options.program}", options.file.name)
+    )
     try:
         with options.file.open("x") as file:
             file.write(text)
@@ -518,8 +522,8 @@ _NEW = Command(
     name="new",
     summary="write a copy of an example program, to change it",
     details="""\
-The copy is one file, which needs jaxvec, flax and optax, and no other file. An existing file is not
-overwritten.
+The copy is one file, whose first lines say how to run it. It needs jaxvec and the packages of the extra
+[demo]. An existing file is not overwritten.
 
 --json prints {"schema": "jaxvec.new/1", "file": TEXT}.
 

@@ -11,21 +11,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import data_parallel
-import dqn
 import gymnasium
-import impala
-import impala_ray
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plr
-import ppo_atari
-import ppo_mujoco
-import ppo_recurrent
 import pytest
-import sac
-import search
 from flax import linen as nn
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
@@ -33,6 +23,18 @@ from jax.sharding import Mesh
 from support.runs import assert_same_params, assert_same_state, load_params
 
 import jaxvec
+from jaxvec.examples import (
+    data_parallel,
+    dqn,
+    impala,
+    impala_ray,
+    plr,
+    ppo_atari,
+    ppo_mujoco,
+    ppo_recurrent,
+    sac,
+    search,
+)
 from jaxvec.logging import Run
 from jaxvec.normalize import RunningMeanStd
 from jaxvec.testing import CountingEnv

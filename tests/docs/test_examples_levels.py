@@ -8,11 +8,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plr
 import pytest
 from support.runs import assert_same_params, assert_same_state
 
 import jaxvec
+from jaxvec.examples import plr
 from jaxvec.logging import Run
 
 KEY = jax.random.key(0)

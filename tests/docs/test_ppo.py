@@ -13,14 +13,13 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ppo_mujoco
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support.runs import assert_same_params, assert_same_state, load_params
 
 from jaxvec.cli._main import main as command_line
-from jaxvec.examples import ppo
+from jaxvec.examples import ppo, ppo_mujoco
 from jaxvec.normalize import RunningMeanStd
 
 SMALL = [

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 
-import data_parallel
 import numpy as np
 import pytest
 from support.runs import assert_same_state, load_params
+
+from jaxvec.examples import data_parallel
 
 # The time limits of what is started come before that of the test, whose message would say less.
 pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(300)]

@@ -1,4 +1,4 @@
-"""Envs behind a server (`examples/server_envs.py`): real server processes, stepped from compiled programs."""
+"""Envs behind a server (`jaxvec.examples.server_envs`): real server processes and compiled programs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from server_envs import LineClient, OpenEnvClient, ServerEnvs, launch, start_server
 
 import jaxvec
+from jaxvec.examples.server_envs import LineClient, OpenEnvClient, ServerEnvs, launch, start_server
 
 LOST = {"lost": bool}
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import cloudpickle
-import data_parallel
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -39,6 +38,7 @@ from jaxvec._backends.remote import link as _link
 from jaxvec._backends.remote import wire
 from jaxvec._vector_env import pool_of
 from jaxvec._workers import fork
+from jaxvec.examples import data_parallel
 from jaxvec.spaces import pad
 from jaxvec.testing import CountingEnv, NestedEnv
 

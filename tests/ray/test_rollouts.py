@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import data_parallel
-import impala_ray
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +23,7 @@ import pytest
 from support.disasters import wait_until
 
 import jaxvec
+from jaxvec.examples import data_parallel, impala_ray
 from jaxvec.testing import CountingEnv
 
 # Not `ray`: without Ray, the name is this folder, a namespace package.

@@ -562,3 +562,14 @@ def test_a_reader_that_has_enough_is_no_error():
     finally:
         os.close(theirs)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("program", ["data_parallel", "impala_ray", "ppo_mujoco", "server_envs"])
+def test_new_copies_any_program(program, tmp_path, monkeypatch):
+    """The copy runs from a folder of its own: it shows its options."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", program, "mine.py"]) == 0
+    command = [sys.executable, "mine.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "usage: mine.py" in done.stdout

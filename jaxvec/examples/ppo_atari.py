@@ -1,8 +1,8 @@
 """PPO on Atari games in one `jax.jit`: half of the envs step while the network acts for the other half.
 
-    python examples/ppo_atari.py
-    python examples/ppo_atari.py --env ALE/Breakout-v5 --sticky 0
-    python examples/ppo_atari.py --resume runs/NAME
+    python -m jaxvec.examples.ppo_atari
+    python -m jaxvec.examples.ppo_atari --env ALE/Breakout-v5 --sticky 0
+    python -m jaxvec.examples.ppo_atari --resume runs/NAME
 
 The file is complete. Workers return single frames, scores and lives, preprocessed by Gymnasium's
 `AtariPreprocessing`. The program stacks four frames and clips rewards to their sign. It treats a lost life as

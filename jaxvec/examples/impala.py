@@ -1,8 +1,8 @@
 """IMPALA on one machine: actors play while the learner learns. The file is complete: copy and change it.
 
-    python examples/impala.py
-    python examples/impala.py --num-actors 0
-    python examples/impala.py --resume runs/NAME
+    python -m jaxvec.examples.impala
+    python -m jaxvec.examples.impala --num-actors 0
+    python -m jaxvec.examples.impala --resume runs/NAME
 
 Each actor is a thread with its own pool and a compiled rollout. It reads the newest weights, plays, and
 puts the rollout into a queue. The learner takes the next rollout from the queue, so a slow env delays only

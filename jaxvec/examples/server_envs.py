@@ -4,9 +4,9 @@ Each env has its own connection. One worker sends all actions, and then waits fo
 asyncio. If an env exceeds its deadline, or the server dies, its episode ends as truncated, with
 `info["lost"]`. Its next reset connects again.
 
-    python examples/server_envs.py                     # 256 envs of 50 ms
-    python examples/server_envs.py --kill-server       # kill and restart the server in the middle
-    python examples/server_envs.py --serve             # only the server, which prints its port
+    python -m jaxvec.examples.server_envs                     # 256 envs of 50 ms
+    python -m jaxvec.examples.server_envs --kill-server       # kill and restart the server in the middle
+    python -m jaxvec.examples.server_envs --serve             # only the server, which prints its port
 """
 
 from __future__ import annotations

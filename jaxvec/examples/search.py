@@ -1,8 +1,8 @@
 r"""Gumbel MuZero that plans with the envs themselves: it learns a policy and a value, but no model. One file.
 
-    python examples/search.py
-    python examples/search.py --resume runs/NAME
-    python examples/search.py --evaluate runs/NAME
+    python -m jaxvec.examples.search
+    python -m jaxvec.examples.search --resume runs/NAME
+    python -m jaxvec.examples.search --evaluate runs/NAME
 
 All of training is one `jax.jit`. Before each step, mctx searches a tree. The model is `jaxvec.simulate`,
 which steps copies of the envs. A network gives the prior policy and the value of each node. It learns the

@@ -1,8 +1,8 @@
 """SAC on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`. The file is complete.
 
-    python examples/sac.py
-    python examples/sac.py --resume runs/NAME
-    python examples/sac.py --evaluate runs/NAME
+    python -m jaxvec.examples.sac
+    python -m jaxvec.examples.sac --resume runs/NAME
+    python -m jaxvec.examples.sac --evaluate runs/NAME
 
 The program has two critics, a policy that is squashed to the action bounds, and a learned temperature. The
 buffer is flashbax's: arrays on the device, which the compiled loop writes to. Each run has a folder in

@@ -1,7 +1,7 @@
 """PPO on MuJoCo envs: `ppo.py` with other defaults.
 
-    python examples/ppo_mujoco.py
-    python examples/ppo_mujoco.py --env Hopper-v5 --total-steps 1000000
+    python -m jaxvec.examples.ppo_mujoco
+    python -m jaxvec.examples.ppo_mujoco --env Hopper-v5 --total-steps 1000000
 
 Observations and rewards are scaled as by `VecNormalize` of Stable-Baselines3, with statistics in the training
 state. The reported returns are sums of unscaled rewards.

@@ -1,8 +1,8 @@
 """DQN on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`. The file is complete.
 
-    python examples/dqn.py
-    python examples/dqn.py --resume runs/NAME
-    python examples/dqn.py --evaluate runs/NAME
+    python -m jaxvec.examples.dqn
+    python -m jaxvec.examples.dqn --resume runs/NAME
+    python -m jaxvec.examples.dqn --evaluate runs/NAME
 
 This is double DQN with a slowly updated target network and normalised layers. Without them, values grew
 without bound. The buffer is flashbax's: arrays on the device, which the compiled loop writes to. Each run has

@@ -1,6 +1,6 @@
 """Prioritised level replay against uniformly drawn levels, with all of training in one `jax.jit`.
 
-    python examples/plr.py
+    python -m jaxvec.examples.plr
 
 Each update of PPO starts with a choice of levels: new ones, levels from a buffer that the agent can still
 learn from, and mutations of those. The levels are arrays of the program, which `jaxvec.reset(options=...)`

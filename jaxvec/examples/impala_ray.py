@@ -1,8 +1,8 @@
 """IMPALA on a Ray cluster: each actor has its own pool, and the learner takes the first finished rollout.
 
-    python examples/impala_ray.py --address auto --num-actors 16
-    python examples/impala_ray.py --simulate-nodes 3 --kill-one --stop-at 475
-    python examples/impala_ray.py --resume runs/NAME
+    python -m jaxvec.examples.impala_ray --address auto --num-actors 16
+    python -m jaxvec.examples.impala_ray --simulate-nodes 3 --kill-one --stop-at 475
+    python -m jaxvec.examples.impala_ray --resume runs/NAME
 
 The network, the loss and V-trace are imported from `impala.py`; `jaxvec.Rollouts` replaces the threads. The
 second command simulates a cluster of three nodes on this machine, with an actor on each. It kills one node
@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-import impala
 import jax
 import numpy as np
-from impala import Agent
 
 import jaxvec
+from jaxvec.examples import impala
+from jaxvec.examples.impala import Agent
 from jaxvec.logging import Run, option, training
 
 # Actors on other machines do not have these files.

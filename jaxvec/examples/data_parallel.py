@@ -1,15 +1,16 @@
-"""Data-parallel actor-critic: several processes, each with its own envs, train one policy.
+r"""Data-parallel actor-critic: several processes, each with its own envs, train one policy.
 
 This command starts two processes on this machine, which connect through `jax.distributed` and compute on
 the CPU:
 
-    python examples/data_parallel.py
-    python examples/data_parallel.py --resume runs/NAME
+    python -m jaxvec.examples.data_parallel
+    python -m jaxvec.examples.data_parallel --resume runs/NAME
 
 To use several machines, start each process by hand, with equal options except `--process-id`, which starts
 at 0:
 
-    python examples/data_parallel.py --name NAME --coordinator HOST:PORT --num-processes 2 --process-id 0
+    python -m jaxvec.examples.data_parallel --name NAME --coordinator HOST:PORT --num-processes 2 \
+        --process-id 0
 
 With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`. The first process
 writes `runs/NAME`, with metrics of all processes. The others write `runs/NAME/process_1` and so on, with the

@@ -1,9 +1,9 @@
 """Independent PPO (IPPO) on PettingZoo's multi-agent envs, with all of training in one `jax.jit`.
 
-    python examples/ippo.py
-    python examples/ippo.py --env pettingzoo.butterfly.knights_archers_zombies_v11
-    python examples/ippo.py --resume runs/NAME
-    python examples/ippo.py --evaluate runs/NAME
+    python -m jaxvec.examples.ippo
+    python -m jaxvec.examples.ippo --env pettingzoo.butterfly.knights_archers_zombies_v11
+    python -m jaxvec.examples.ippo --resume runs/NAME
+    python -m jaxvec.examples.ippo --evaluate runs/NAME
 
 The file is complete: copy and change it. The agents share one network, and each learns from its own rewards.
 Agents may leave before the episode ends: the masks of the adapter mark the agents that act, and rows of

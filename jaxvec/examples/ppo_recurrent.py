@@ -1,7 +1,7 @@
 """PPO with a memory (GRU) on Gymnasium envs, with all of training in one `jax.jit`. The file is complete.
 
-    python examples/ppo_recurrent.py
-    python examples/ppo_recurrent.py --entries 0,1,2,3
+    python -m jaxvec.examples.ppo_recurrent
+    python -m jaxvec.examples.ppo_recurrent --entries 0,1,2,3
 
 With the first command, the agent observes only the positions of cart and pole, so it needs a memory to
 estimate their velocities. The memory is cleared at the end of an episode. Each run has a folder in `runs`.
