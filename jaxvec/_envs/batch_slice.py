@@ -21,6 +21,7 @@ from jaxvec._envs.envs import (
     BatchedEnv,
     EnvErrorContext,
     EnvFailure,
+    declares,
     split_reset,
     wrong_step,
 )
@@ -149,7 +150,7 @@ class BatchSlice(Slice):
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         def call(instance: Any, mine: Sequence[Any], keywords: Any) -> Any:
             # Not all vector envs have `call`, and those that do may not forward `render`.
-            if callable(getattr(instance, "call", None)) and name != "render":
+            if declares(instance, "call") and name != "render":
                 return instance.call(name, *mine, **keywords)
             attribute = attrgetter(name)(instance)
             return attribute(*mine, **keywords) if callable(attribute) else attribute
@@ -159,7 +160,7 @@ class BatchSlice(Slice):
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
         def read(instance: Any) -> Any:
-            if callable(getattr(instance, "get_attr", None)):
+            if declares(instance, "get_attr"):
                 return instance.get_attr(name)
             return attrgetter(name)(instance)
 
@@ -176,7 +177,7 @@ class BatchSlice(Slice):
         for which, rows in by_instance.items():
             instance: Any = self._instances[which]
             with AttributeErrorContext(self.first + which * self._size + min(rows), f"set_attr({name!r})"):
-                if not callable(getattr(instance, "set_attr", None)):
+                if not declares(instance, "set_attr"):
                     for value in rows.values():
                         setattr(instance.unwrapped, name, value)
                     continue

@@ -39,6 +39,8 @@ from jaxvec._envs.envs import (
     Env,
     EnvErrorContext,
     EnvFn,
+    declares,
+    layers_of,
 )
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
@@ -308,10 +310,10 @@ def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:
 
 
 def _optional(env: Env, env_id: int, name: str) -> Any:
-    """Returns an attribute of an env or of a wrapper, or None."""
+    """Returns an attribute that an env or a wrapper declares, or None."""
     try:
         with AttributeErrorContext(env_id, name):
-            return env.get_wrapper_attr(name)
+            return next((getattr(layer, name) for layer in layers_of(env) if declares(layer, name)), None)
     except AttributeFailure:
         return None
 

@@ -21,6 +21,7 @@ Env: TypeAlias = gymnasium.Env[Any, Any]
 BatchedEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]  # fills several neighbouring slots
 EnvFn: TypeAlias = Callable[[], Any]
 
+_MISSING = object()
 OLD_GYM = (
     "Wrap an env of old Gym in shimmy.GymV21CompatibilityV0(env=...) if its step returns four values, or in "
     "shimmy.GymV26CompatibilityV0(env=...)"
@@ -71,6 +72,22 @@ class AttributeErrorContext(EnvErrorContext):
         if isinstance(error, AttributeError) and not forked:
             raise AttributeFailure(*self._arguments) from error
         super().__exit__(kind, error, trace)
+
+
+def declares(env: Any, name: str) -> bool:
+    """Returns True if an env, without its wrappers, has an attribute itself or by its class.
+
+    It does not call `__getattr__`, where an env may raise any exception, or answer every name with a stub.
+    """
+    return inspect.getattr_static(env, name, _MISSING) is not _MISSING
+
+
+def layers_of(env: Any) -> list[Any]:
+    """Returns the wrappers, outermost first, and the env."""
+    layers = [env]
+    while isinstance(layers[-1], gymnasium.Wrapper):
+        layers.append(layers[-1].env)
+    return layers
 
 
 def find_attr(env: Env, name: str) -> Any:
@@ -230,10 +247,7 @@ def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
 
 def explain_reset(error: TypeError, env: Any) -> None:
     """Adds a note to an error of `reset` if a wrapper or the env does not accept Gymnasium's arguments."""
-    layers = [env]
-    while isinstance(layers[-1], gymnasium.Wrapper):
-        layers.append(layers[-1].env)
-    for layer in layers:
+    for layer in layers_of(env):
         try:
             inspect.signature(layer.reset).bind(seed=None, options=None)
         except (TypeError, ValueError):

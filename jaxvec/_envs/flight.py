@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ class FlightRecorder:
     def begin(self, index: int, env: Env, seed: int | None, options: dict[str, Any] | None) -> None:
         """Records that an env is about to be reset."""
         known, base, generator, memory = self._generators[index]
-        if known is not env or getattr(base, "_np_random", None) is not generator:
+        if known is not env or getattr_static(base, "_np_random", None) is not generator:
             base = env.unwrapped
-            generator = getattr(base, "_np_random", None)
+            generator = getattr_static(base, "_np_random", None)
             memory = _memory_of(generator)
             self._generators[index] = env, base, generator, memory
         begin = self._begins[index]

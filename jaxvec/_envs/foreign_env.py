@@ -95,7 +95,8 @@ class ForeignEnv(gymnasium.Env[Any, Any]):
         self.action_space = convert_space(env.action_space)
         if (layer := self._owner("reward_space")) is not None:
             self.reward_space = convert_space(layer.reward_space)
-        self.metadata, self.render_mode = dict(env.metadata), getattr(env, "render_mode", None)
+        self.metadata = dict(env.metadata)
+        self.render_mode = layer.render_mode if (layer := self._owner("render_mode")) is not None else None
         self._takes_seed = all(_accepts(layer.reset, "seed") for layer in self._layers())
 
     @property

@@ -22,7 +22,16 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, derive_seeds
 from jaxvec._envs.env_states import EnvState, StatefulEnv
-from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
+from jaxvec._envs.envs import (
+    Env,
+    EnvFn,
+    build_env,
+    declares,
+    end_forks,
+    explain_reset,
+    forked,
+    split_reset,
+)
 from jaxvec._envs.flight import FlightRecorder
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, reader, scalars
@@ -438,7 +447,9 @@ class SlotEnvs:
         env: Any = self.envs[index]
         while type(env) in _METHODS:  # other wrappers may change observations
             env = env.env
-        return getattr(env, "set_observation_buffer", None) if self._can_lend else None
+        if not self._can_lend or not declares(env, "set_observation_buffer"):
+            return None
+        return env.set_observation_buffer
 
     def keep_options(self, index: int, options: dict[str, Any] | None) -> None:
         """Sets the options of an env's next reset, if that is an autoreset."""

@@ -429,7 +429,7 @@ class DigestTaker:
             self._value(rule(self._saver, value))
         elif node_types.is_ordinary(kind, value) or isinstance(value, enum.Enum):
             self._object(value)
-        elif hasattr(value, "__array__"):
+        elif hasattr(kind, "__array__"):
             self._value(np.asarray(value))
         elif kind is not object:  # with an address, no two are equal
             self._write(repr(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import gymnasium
@@ -29,6 +30,18 @@ class Adapter(gymnasium.Env[Any, Any]):
             setattr(self.adapted, name, value)
             return True
         return False
+
+    def _optional(self, name: str, kind: type) -> Any:
+        """Returns an attribute of the inner env, or `None` if it has none of this type; dotted names work.
+
+        It asks the object, because wrappers forward names by `__getattr__`. An env may raise any exception
+        there, or answer every name with a stub.
+        """
+        try:
+            value = attrgetter(name)(self.adapted)
+        except Exception:
+            return None
+        return value if isinstance(value, kind) else None
 
     def __getattr__(self, name: str) -> Any:
         # Before `adapted` is set, looking it up below would call this method again without end.

@@ -150,16 +150,17 @@ class DmEnv(Adapter):
             self.reward_space: Space[Any] = to_space(reward, ("reward_spec",))
         self._no_discount = np.ones(discount.shape, discount.dtype)
 
-        render_modes = [] if getattr(self.adapted, "physics", None) is None else ["rgb_array"]
+        render_modes = [] if self._optional("physics", object) is None else ["rgb_array"]
         if render_mode is not None and render_mode not in render_modes:
             raise ValueError(
                 f'render_mode must be None or, for an env with a physics, "rgb_array"; not {render_mode!r} '
                 f"for {type(self.adapted).__name__}"
             )
         self.metadata: dict[str, Any] = {"render_modes": render_modes}
-        control_timestep = getattr(self.adapted, "control_timestep", None)
-        if control_timestep is not None:  # dm_control: seconds per step
-            self.metadata["render_fps"] = round(1 / control_timestep())
+        control_timestep = self._optional("control_timestep", object)
+        seconds = control_timestep() if callable(control_timestep) else None  # dm_control: of one step
+        if isinstance(seconds, (int, float)):
+            self.metadata["render_fps"] = round(1 / seconds)
         self.render_mode: str | None = render_mode
         self._render_kwargs = dict(render_kwargs or {})
 
@@ -221,9 +222,8 @@ class DmEnv(Adapter):
             self.adapted.close()
             self.adapted = env
             return
-        task = getattr(self.adapted, "task", None)
-        for random in (getattr(task, "random", None), getattr(self.adapted, "random_state", None)):
-            if isinstance(random, np.random.RandomState):
+        for name in ("task.random", "random_state"):
+            if (random := self._optional(name, np.random.RandomState)) is not None:
                 # RandomState accepts integers of 32 bits. A small seed gives the stream of RandomState(seed).
                 random.seed(seed if seed < 2**32 else [seed % 2**32, seed // 2**32])
                 return

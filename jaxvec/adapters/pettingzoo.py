@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -71,20 +71,20 @@ class PettingZooEnv(Adapter):
             env = aec_to_parallel(env) if parallel else turn_based_aec_to_parallel(env)
         if not isinstance(env, ParallelEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"env must be a ParallelEnv or an AECEnv, not {type(env).__name__}")
-        if getattr(env, "possible_agents", None) is None:
+        self.adapted: Any = env
+        if self._optional("possible_agents", Iterable) is None:
             raise TypeError(
                 f"{type(env).__name__} has no possible_agents, so its observations and rewards have no fixed "
                 "shape; list all possible agents in a wrapper"
             )
-        self.adapted: Any = env
         self._agents: tuple[Any, ...] = tuple(env.possible_agents)
         observations = {agent: env.observation_space(agent) for agent in self._agents}
         self.observation_space: Space[Any] = spaces.Dict(observations)
         actions = {agent: env.action_space(agent) for agent in self._agents}
         self.action_space: Space[Any] = spaces.Dict(actions)
         self.reward_space: Space[Any] = spaces.Box(-np.inf, np.inf, (len(self._agents),), np.float64)
-        self.metadata: dict[str, Any] = dict(getattr(env, "metadata", {}))
-        self.render_mode: str | None = getattr(env, "render_mode", None)
+        self.metadata: dict[str, Any] = dict(self._optional("metadata", Mapping) or {})
+        self.render_mode: str | None = self._optional("render_mode", str)
         self._nodes: dict[Any, Node] = {}  # observation spaces by agent, to build zeros
         # For each agent that took part in this episode: whether it was terminated. False while it is alive.
         self._terminated: dict[Any, bool] = {}
@@ -112,7 +112,7 @@ class PettingZooEnv(Adapter):
             ResetNeeded: no agent is alive.
         """
         # Some envs set `agents` only in `reset`.
-        acting = set(getattr(self.adapted, "agents", ()))
+        acting = set(self._optional("agents", Iterable) or ())
         if not acting:
             raise ResetNeeded("step: no agent is left, or reset was never called; call reset first")
         observations, rewards, terminations, truncations, infos = self.adapted.step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.util import find_spec
+from unittest import mock
 
 import jax
 import numpy as np
@@ -419,3 +420,19 @@ def test_make_refuses_one_env_behind_two_adapters():
     walk = Walk()
     with pytest.raises(jaxvec.EnvError, match="the same env for env 0 and env 1;"):
         jaxvec.make(lambda: DmEnv(walk), 2, backend="serial")
+
+
+@pytest.mark.parametrize("answer", [None, KeyError])
+def test_envs_may_refuse_or_answer_every_attribute(answer):
+    class Env(Walk):
+        def __getattr__(self, name):
+            if answer is None:
+                return mock.Mock()
+            raise answer(name)
+
+    env = DmEnv(Env(0))
+    assert "render_fps" not in env.metadata
+    assert env.observation_space.contains(env.reset()[0])
+    with pytest.raises(TypeError, match="Env has no RandomState to seed"):
+        env.reset(seed=0)
+    assert DmEnv(Env).reset(seed=0)[1]["step_type"] == 0

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -355,3 +356,26 @@ def test_the_adapter_imports_no_jax():
 def test_without_pettingzoo_the_error_says_what_to_install():
     said = python("import sys; sys.modules['pettingzoo'] = None; import jaxvec; jaxvec.adapters.pettingzoo")
     assert 'ImportError: jaxvec.adapters.pettingzoo needs pettingzoo: pip install "pettingzoo>=' in said
+
+
+@pytest.mark.parametrize("answer", [None, KeyError])
+def test_envs_may_refuse_or_answer_every_attribute(answer):
+    class Env(pettingzoo.ParallelEnv):
+        possible_agents = agents = ["a", "b"]
+
+        def __getattr__(self, name):
+            if answer is None:
+                return mock.Mock()
+            raise answer(name)
+
+        def observation_space(self, agent):
+            return spaces.Discrete(2)
+
+        action_space = observation_space
+
+        def reset(self, seed=None, options=None):
+            return {"a": 0, "b": 1}, {"a": {}, "b": {}}
+
+    env = PettingZooEnv(Env())
+    assert (env.metadata, env.render_mode) == ({}, None)
+    assert env.reset(seed=0)[0] == {"a": 0, "b": 1}

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from unittest import mock
 
 import gymnasium
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
 
 import jaxvec
 from jaxvec._options import PoolConfig
@@ -814,3 +816,122 @@ def test_a_changed_space_of_the_pool_is_not_that_of_the_envs(make):
     change(make(NestedEnv, 1, backend="serial", check="strict"))
     # The new worker's envs are compared with the old ones.
     assert change(make(DyingEnv, 1, on_fault="restart"))[-1].info["fault"].all()
+
+
+# --- Envs that answer, or refuse, questions that they were not made for ------------------------------------
+
+
+class Strange(CountingEnv):
+    """An env that notes each name that it is asked for and does not have."""
+
+    asked: list = []  # of the process
+    answer = None
+
+    def __getattr__(self, name):
+        type(self).asked.append(name)
+        if self.answer is None:
+            return mock.MagicMock()
+        raise self.answer(name)
+
+
+STRANGE_OPTIONS = {
+    "process": {},
+    "serial": {"backend": "serial"},
+    "states": {"states": 3},
+    "spare": {"spare_envs": 1},
+    "strict": {"check": "strict"},
+    "recorded": {"record_faults": "."},
+    "restart": {"on_fault": "restart"},
+    "recycled": {"workers": jaxvec.Workers(recycle=jaxvec.Recycle(steps=3))},
+}
+
+
+@pytest.mark.parametrize("answer", [None, KeyError, RuntimeError])
+@pytest.mark.parametrize("options", STRANGE_OPTIONS.values(), ids=STRANGE_OPTIONS)
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.Wrapper(TimeLimit(env, 7))])
+def test_envs_are_not_asked_for_undeclared_attributes(make, tmp_path, monkeypatch, answer, options, wrap):
+    monkeypatch.chdir(tmp_path)
+
+    class Env(Strange):
+        pass
+
+    def play(env):
+        envs = make(lambda: wrap(env(3)), 2, num_workers=1, **options)
+        timesteps = [envs.reset(seed=0)]
+        for _ in range(2):
+            state = envs.save() if "states" in options else None
+            timesteps += [envs.step(np.array([1, 2])) for _ in range(4)]
+            if state is not None:
+                timesteps.append(envs.restore(state))
+        if env is Env:
+            assert envs.map(lambda env: env.unwrapped.asked, indices=[0]) == ([],)
+        envs.close()
+        return timesteps
+
+    Env.answer, Env.asked = answer, []
+    jax.tree.map(np.testing.assert_array_equal, play(Env), play(CountingEnv))
+
+
+@pytest.mark.parametrize("answer", [None, KeyError])
+def test_batched_envs_are_not_asked_for_undeclared_attributes(make, answer):
+    class Batch(gymnasium.vector.VectorEnv):
+        metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        num_envs = 2
+        single_observation_space = observation_space = spaces.Discrete(5)
+        single_action_space = action_space = spaces.Discrete(5)
+        level = 3
+
+        def __getattr__(self, name):
+            if answer is None:
+                return mock.MagicMock()
+            raise answer(name)
+
+        def reset(self, *, seed=None, options=None):
+            return np.array([0, 1]), {}
+
+        def step(self, actions):
+            return actions, np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), {}
+
+    envs = make(Batch, 4, envs_per_instance=2)
+    envs.reset()
+    assert envs.step(np.arange(4)).obs.tolist() == [0, 1, 2, 3]
+    envs.set_attr("level", 5)
+    assert envs.get_attr("level") == envs.call("level") == (5,) * 4
+
+
+def test_a_reward_space_is_found_wherever_it_is_declared(make, backend):
+    class OfObject(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.reward_space = spaces.Box(-9, 9, (2,), np.float64)
+
+        def step(self, action):
+            obs, reward, *others = super().step(action)
+            return obs, np.array([reward, action], float), *others
+
+    class OfClass(OfObject):
+        def __init__(self):
+            CountingEnv.__init__(self)
+
+        reward_space = property(lambda self: spaces.Box(-9, 9, (2,), np.float64))
+
+    class OfWrapper(gymnasium.Wrapper):
+        __slots__ = ("reward_space",)
+
+        def __init__(self, env):
+            super().__init__(env)
+            self.reward_space = spaces.Box(-9, 9, (3,), np.float64)
+
+        def step(self, action):
+            obs, reward, *others = super().step(action)
+            return obs, np.append(reward, 5.0), *others
+
+    for env, rewards in (
+        (OfObject, [1, 2]),
+        (OfClass, [1, 2]),
+        (lambda: TimeLimit(OfClass(), 9), [1, 2]),
+        (lambda: TimeLimit(OfWrapper(gymnasium.Wrapper(OfObject())), 9), [1, 2, 5]),
+    ):
+        envs = make(env, 1, backend=backend)
+        envs.reset()
+        assert envs.step(np.array([2])).reward.tolist() == [rewards]
