@@ -60,7 +60,7 @@ class UnsupportedSpaceError(JaxvecError, TypeError):
 
 
 class SpaceMismatchError(JaxvecError, ValueError):
-    """Different spaces within one pool. The message names the env."""
+    """Spaces within one pool that differ in more than bounds of observations. The message names the env."""
 
 
 class ActionError(JaxvecError, ValueError):

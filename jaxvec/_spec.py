@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, 
 
 import numpy as np
 from gymnasium import Space, spaces
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 
 if sys.version_info >= (3, 11):
@@ -316,6 +319,40 @@ def fold_space(
             return make_tuple([fold(one, root=(*root, i)) for i, one in enumerate(space.spaces)], root)
         case _:
             return leaf(space, root)
+
+
+def union(a: Any, b: Any) -> Any:
+    """Returns a space with the bounds of both; `None` if their structure, shapes or dtypes differ.
+
+    A part of a space without a fixed shape keeps the bounds of `a`.
+    """
+    if a is b or a == b:  # often a class attribute; comparing large boxes is slow
+        return a
+    if type(a) is not type(b) or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return None
+    merged = copy(a)
+    match a:
+        case spaces.Box():
+            return spaces.Box(np.minimum(a.low, b.low), np.maximum(a.high, b.high), dtype=a.dtype)
+        case spaces.Discrete():
+            merged.start = np.minimum(a.start, b.start)
+            merged.n = np.maximum(a.start + a.n, b.start + b.n) - merged.start
+        case spaces.MultiDiscrete():
+            merged.start = np.minimum(a.start, b.start)
+            merged.nvec = np.maximum(a.start + a.nvec, b.start + b.nvec) - merged.start
+        case spaces.Dict() if a.keys() == b.keys():
+            merged.spaces = {key: union(each, b[key]) for key, each in a.spaces.items()}
+            return None if None in merged.spaces.values() else merged
+        case spaces.Tuple() if len(a) == len(b):
+            merged.spaces = tuple(map(union, a.spaces, b.spaces))
+            return None if None in merged.spaces else merged
+        case spaces.Text() | spaces.Sequence() | spaces.Graph() | spaces.OneOf():
+            with suppress(NotImplementedError):  # for spaces that are not Gymnasium's
+                return a if is_space_dtype_shape_equiv(a, b) else None
+            return None
+        case _:
+            return None
+    return merged
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def start(
     env_kwargs: dict[str, Any],
     policy: DtypePolicy,
     objects: bool = False,
-    equal_spaces: bool = True,
+    equal_spaces: bool = False,
     resets_required: bool = True,
     shares_values: bool = False,
     place: Place | None = None,
@@ -53,7 +53,8 @@ def start(
         env_kwargs: Keyword arguments of the env's constructor.
         policy: Mapping of the dtypes of spaces to stored dtypes.
         objects: True to store leaves without fixed shape as Python objects, which JAX can't use, not padded.
-        equal_spaces: True if the observation spaces of all envs must be equal; otherwise bounds may differ.
+        equal_spaces: True if observation and reward spaces of all envs must be equal. Otherwise bounds may
+            differ, and the pool's include those of all envs.
         resets_required: True if steps of envs that must be reset first raise.
         shares_values: True if envs of the serial backend get values of calls, attributes and reset options
             themselves, as in the vector envs of other libraries that use no processes.

@@ -44,7 +44,7 @@ class VectorEnv:
         num_envs: Number of envs.
         num_workers: Number of worker processes.
         batch_size: Number of envs that `recv` returns.
-        single_observation_space: Observation space of one env.
+        single_observation_space: Observation space of one env; if bounds differ, those that include all.
         single_action_space: Action space of one env.
         observation_space: Observation space of all envs, as Gymnasium batches spaces.
         action_space: Action space of all envs, batched likewise.

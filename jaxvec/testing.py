@@ -198,7 +198,7 @@ def _trace(
     envs: list[Any] = []
     try:
         envs = build_env([env_fn], 0)
-        spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=True).spaces
+        spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=False).spaces
         mode = Autoreset.SAME_STEP
         spec = make_spec(
             spaces_,

@@ -26,7 +26,6 @@ from gymnasium.envs.registration import (
     parse_env_id,
 )
 from gymnasium.spaces import Box, Space, Tuple
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
 from jaxvec._envs.batch_slice import BatchSlice
@@ -45,7 +44,7 @@ from jaxvec._envs.envs import (
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._options import PoolConfig
-from jaxvec._spec import EnvSpaces
+from jaxvec._spec import EnvSpaces, union
 from jaxvec._util import copied
 
 # --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------
@@ -252,7 +251,7 @@ def find_spec(env_id: str) -> EnvSpec:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a slice's envs: attributes of the first one, and whether the others match."""
+    """The description of a slice's envs: their spaces, and other attributes of the first one."""
 
     spaces: EnvSpaces
     metadata: dict[str, Any]
@@ -271,27 +270,33 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
     with EnvErrorContext(first, "constructor"):
         spaces, mismatch, env_id = _spaces(envs[0], first), None, first
         for env in envs:
-            mismatch = mismatch or compare(spaces, first, _spaces(env, env_id), env_id, equal=equal_spaces)
+            merged = merge(spaces, _spaces(env, env_id), env_id, equal=equal_spaces)
+            if isinstance(merged, str):
+                mismatch = mismatch or merged
+            else:
+                spaces = merged
             env_id += env.num_envs if isinstance(env, VectorEnv) else 1
         with EnvErrorContext(first, "metadata"):
             metadata = dict(envs[0].metadata)
         return Description(spaces, metadata, _read(envs[0], first, "render_mode"), info, mismatch)
 
 
-def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) -> str | None:
-    """Returns a message if the spaces of two envs differ; without `equal`, bounds of observations may."""
+def merge(spaces: EnvSpaces, others: EnvSpaces, env_id: int, *, equal: bool) -> EnvSpaces | str:
+    """Returns `spaces` with bounds that include those of another env, or a message if the spaces differ.
+
+    With `equal`, observations have to have the same bounds, too. Actions always have to.
+    """
+    merged: dict[str, Any] = {}
     for name in ("observation", "action", "reward"):
-        expected, actual = getattr(a, name), getattr(b, name)
-        if expected is actual:  # a class attribute; comparing large boxes is slow
-            continue
-        if name == "observation" and not equal and is_space_dtype_shape_equiv(expected, actual):
-            continue
-        if expected != actual:
+        expected, actual = getattr(spaces, name), getattr(others, name)
+        exact = equal or name == "action"
+        merged[name] = union(expected, actual) if not exact else expected if expected == actual else None
+        if merged[name] is None and expected is not actual:
             return (
-                f"env {b_id} has {name} space {actual}, but env {a_id} has {expected}; all envs of a pool "
-                "need the same spaces"
+                f"env {env_id} has {name} space {actual}, but the envs before it have {expected}; all envs "
+                f"of a pool need {name} spaces of the same {'bounds, ' if exact else ''}shapes and dtypes"
             )
-    return None
+    return EnvSpaces(**merged)
 
 
 def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:

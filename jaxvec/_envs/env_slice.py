@@ -352,8 +352,8 @@ class EnvSlice(Slice):
             raise wrong_step(result) from error
         if type(info) is not dict:
             check_dict("step", info)
-        if self._slots.check_member is not None:
-            self._slots.check_member(obs)
+        if self._strict:
+            self._slots.check_obs(index, obs)
         if self._reward_shape:
             with np.errstate(over="ignore", invalid="ignore"):  # see `rows.store`
                 reward = conform_reward(reward, self._reward_shape)

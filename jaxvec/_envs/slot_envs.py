@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -295,9 +294,7 @@ class SlotEnvs:
         # Envs that were never reset. Some can't take a buffer earlier, so their next reset lends it.
         self._unlent = set(range(len(envs) if lends else 0))
         self._borrowers = {index for index in range(len(envs)) if self._buffer_setter(index) is not None}
-        space = envs[0].observation_space
-        # Raises if an observation is not in its space; `None` for no check.
-        self.check_member = partial(check_member, space, path=("obs",)) if config.strict else None
+        self._strict = config.strict
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of rebuilt envs
         self._kept_options: dict[int, dict[str, Any]] = {}  # for their next reset within a step
         self._options = None if spec.reset_options is None else ResetOptions(spec, rows)  # if declared
@@ -318,6 +315,10 @@ class SlotEnvs:
                 for index in range(len(self.envs))
             ]
         self.targets = WrapperBypass(self.called, bypass=self._bypass)
+
+    def check_obs(self, index: int, obs: Any) -> None:
+        """Raises `InvalidValue` if an observation is not in the space of its env."""
+        check_member(self.envs[index].observation_space, obs, ("obs",))
 
     @property
     def named(self) -> list[tuple[str | int, Env]]:
@@ -351,8 +352,9 @@ class SlotEnvs:
         self.set_buffer(index, lend=True)
         self.changed(index)
         if spare.result is None:
-            return self._check(self._call(self.called[index], self._first + index, spare.seed, spare.options))
-        return self._check(spare.result)
+            result = self._call(self.called[index], self._first + index, spare.seed, spare.options)
+            return self._check(index, result)
+        return self._check(index, spare.result)
 
     def prepare(self) -> None:
         if (spare := self.spares.unready) is not None:
@@ -483,7 +485,7 @@ class SlotEnvs:
         self._kept_options.pop(index, None)
         if self._options is not None:
             self._options.begin(index)
-        return self._check(result)
+        return self._check(index, result)
 
     def _call(self, env: Any, env_id: int, seed: int | None, options: dict[str, Any] | None = None) -> Any:
         """Calls `reset`, and adds it and its duration to the statistics."""
@@ -500,10 +502,10 @@ class SlotEnvs:
         self._stats[_stats.RESETS] += 1
         return result
 
-    def _check(self, result: Any) -> tuple[Any, dict[str, Any]]:
+    def _check(self, index: int, result: Any) -> tuple[Any, dict[str, Any]]:
         obs, info = split_reset(result)
-        if self.check_member is not None:
-            self.check_member(obs)
+        if self._strict:
+            self.check_obs(index, obs)
         return obs, info
 
     def _make_stateful(self, env: Env) -> StatefulEnv:

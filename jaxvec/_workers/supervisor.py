@@ -31,7 +31,7 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs import failures, flight
-from jaxvec._envs.constructors import Description, compare
+from jaxvec._envs.constructors import Description, merge
 from jaxvec._envs.slice import Arguments, EnvSettings, ExportedSlots, ImportedSlots, RequestName
 from jaxvec._errors import (
     EnvError,
@@ -338,8 +338,8 @@ class Supervisor:
         descriptions = [pickle.loads(ready.description) for ready in replies.values()]
         self._description = descriptions[0]
         for worker, description in enumerate(descriptions):
-            self._check_spaces(worker, description)
-        return descriptions[0]
+            self._merge_spaces(worker, description)
+        return self._description
 
     def attach(self, message: protocol.Attach, segment: int, arrays: Arrays) -> None:
         """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0."""
@@ -736,7 +736,7 @@ class Supervisor:
             self._recycle(worker, message)
             return
         if isinstance(message, protocol.Ready):
-            self._check_spaces(worker, pickle.loads(message.description))
+            self._merge_spaces(worker, pickle.loads(message.description))
             arrays = self.diagnosis.arrays
             assert arrays is not None
             first, stop = self._recipe.slices[worker]
@@ -777,11 +777,12 @@ class Supervisor:
         deadlines = [math.inf if each is None else each for each in self.starting.values()]
         self._grace = max(deadlines, default=time.monotonic())
 
-    def _check_spaces(self, worker: int, description: Description) -> None:
-        spaces, first, equal = description.spaces, self._recipe.slices[worker][0], self._recipe.equal_spaces
-        mismatch = compare(self._description.spaces, 0, spaces, first, equal=equal) or description.mismatch
-        if mismatch is not None:
-            raise SpaceMismatchError(mismatch)
+    def _merge_spaces(self, worker: int, description: Description) -> None:
+        first, equal = self._recipe.slices[worker][0], self._recipe.equal_spaces
+        merged = merge(self._description.spaces, description.spaces, first, equal=equal)
+        if isinstance(merged, str) or description.mismatch is not None:
+            raise SpaceMismatchError(merged if isinstance(merged, str) else description.mismatch)
+        self._description = replace(self._description, spaces=merged)
 
     # --- Shutdown ------------------------------------------------------------------------------------------
 

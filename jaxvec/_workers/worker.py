@@ -49,7 +49,7 @@ class WorkerRecipe:
     env_fns: Sequence[EnvFn]  # of all envs, or of all instances of batched envs
     slices: Slices  # `(first, stop)` of each worker's envs
     config: PoolConfig
-    equal_spaces: bool  # whether observation spaces must be equal, not only compatible
+    equal_spaces: bool  # whether bounds of observations and rewards must be equal
     shares_values: bool = False  # whether envs in this process get the objects of the caller, not copies
 
     def env_fns_of(self, worker: int) -> Sequence[EnvFn]:

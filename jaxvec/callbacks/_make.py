@@ -225,7 +225,7 @@ def make(
 
     Raises:
         UnsupportedSpaceError: A space is unknown, or has no maximum size. The message names it.
-        SpaceMismatchError: The envs' spaces differ.
+        SpaceMismatchError: The envs' spaces differ in more than bounds of observations.
         EnvError: A constructor or `Workers(init=...)` raised. The message names the env or worker.
         WorkerDiedError, EnvTimeoutError: A worker died, or was not ready in time.
         ValueError, TypeError: An argument is invalid.

@@ -170,7 +170,9 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             self.single_action_space: Space[Any] = deepcopy(self.pool.single_action_space)
             self.single_observation_space: Space[Any] = deepcopy(self.pool.single_observation_space)
             if observation_mode == "different":
-                self.observation_space = batch_differing_spaces(list(self.pool.call("observation_space")))
+                each = list(self.pool.call("observation_space"))
+                self.observation_space = batch_differing_spaces(each)
+                self.single_observation_space = deepcopy(each[0])
             elif isinstance(observation_mode, tuple):
                 self.observation_space, self.single_observation_space = observation_mode
             if shared_memory:

@@ -64,7 +64,8 @@ class _PooledVecEnv(_VecEnv):
         self._num_obs, self._deliver = places["reward",], Copies(unread=spec.statistics)
         self._build_obs, self._build_info = builder(spec.obs, places), builder(spec.info, places)
         try:
-            spaces = self.pool.single_observation_space, self.pool.single_action_space
+            (obs_space,) = self.pool.get_attr("observation_space", indices=[0])
+            spaces = obs_space, self.pool.single_action_space
             super().__init__(self.pool.num_envs, *deepcopy(spaces))  # `VecNormalize` changes them
         except BaseException:
             self.pool.close()

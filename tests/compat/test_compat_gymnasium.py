@@ -477,3 +477,18 @@ def test_make_vec_by_entry_point():
         envs.close()
     finally:
         del gymnasium.registry["jaxvec-test/Counting-v0"]
+
+
+def test_spaces_are_gymnasiums_if_bounds_differ(face):
+    def bounded(limit):
+        env = CountingEnv()
+        env.observation_space = spaces.Box(-1, limit, (4,), np.int32)
+        return env
+
+    env_fns = [partial(bounded, limit) for limit in (5, 9, 3)]
+    with pytest.raises(RuntimeError, match="observation spaces are not equivalent"):
+        face(env_fns)
+    original = gymnasium.vector.SyncVectorEnv(env_fns, observation_mode="different")
+    envs = face(env_fns, observation_mode="different")
+    assert envs.single_observation_space == original.single_observation_space
+    assert envs.observation_space == original.observation_space

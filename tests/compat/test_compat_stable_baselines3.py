@@ -307,3 +307,14 @@ def test_vecnormalize_leaves_the_spaces_of_the_pool(kind):
             assert below.envs[0].observation_space == expected
     finally:
         envs.close()
+
+
+def test_spaces_are_those_of_env_0_if_bounds_differ(face):
+    def bounded(limit):
+        env = CountingEnv()
+        env.observation_space = spaces.Box(-1, limit, (4,), np.int32)
+        return env
+
+    env_fns = [partial(bounded, limit) for limit in (5, 9, 3)]
+    envs, original = face(env_fns), theirs.DummyVecEnv(env_fns)
+    assert envs.observation_space == original.observation_space == spaces.Box(-1, 5, (4,), np.int32)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support import disasters, probe
 
 import jaxvec
@@ -39,6 +40,93 @@ def test_each_env_has_its_config_and_knows_its_worker(make):
     assert gravities.get_attr("_sutton_barto_reward") == (True, False)
     with pytest.raises(ValueError, match="env_configs has 1 configs, but there are 2 envs"):
         make("CartPole-v1", 2, env_configs=[{}])
+
+
+class Reach(gymnasium.Env):
+    """An env whose bounds depend on its goal, in many kinds of space."""
+
+    action_space = spaces.Discrete(9)
+
+    def __init__(self, goal, shift=0):
+        self.goal, self.shift = goal, shift
+        self.reward_space = spaces.Box(-goal, goal, (1,), np.float64)
+        self.observation_space = spaces.Dict(
+            {
+                "z": spaces.Box(-1, goal, (2,), np.float32),
+                "a": spaces.Tuple((spaces.Discrete(goal, start=-goal), spaces.MultiBinary(2))),
+                "m": spaces.MultiDiscrete([goal, 2], start=[goal, 0]),
+                "text": spaces.Text(4, min_length=goal - 3),
+                "same": spaces.Box(0, 1, ()),
+            }
+        )
+
+    def _observe(self):
+        goal = self.goal
+        place = np.full(2, goal + self.shift, np.float32)
+        return {
+            "z": place,
+            "a": (np.int64(-goal), np.ones(2, np.int8)),
+            "m": np.array([2 * goal - 1, 0]),
+            "text": "a" * goal,
+            "same": np.array(goal / 9, np.float32),
+        }
+
+    def reset(self, *, seed=None, options=None):
+        return self._observe(), {}
+
+    def step(self, action):
+        return self._observe(), np.array([float(action)]), False, False, {}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("check", ["structure", "strict"])
+def test_bounds_of_observations_may_differ(make, backend, num_workers, check):
+    goals = [{"goal": goal} for goal in (3, 4, 3)]
+    num_workers = 1 if backend == "serial" else num_workers
+    envs = make(Reach, 3, env_configs=goals, backend=backend, num_workers=num_workers, check=check)
+    original = SyncVectorEnv([partial(Reach, 3), partial(Reach, 4)], observation_mode="different")
+    expected = original.reset()[0]
+    for timestep in (envs.reset(), envs.step(np.zeros(3, int))):
+        for key in ("z", "m", "same"):
+            np.testing.assert_array_equal(timestep.obs[key][:2], expected[key])
+        np.testing.assert_array_equal(timestep.obs["a"][0][:2], expected["a"][0])
+    space = envs.single_observation_space
+    assert [*space.keys()] == [*Reach(3).observation_space.keys()]
+    assert space["z"] == spaces.Box(-1, 4, (2,), np.float32)
+    assert space["a"] == spaces.Tuple((spaces.Discrete(4, start=-4), spaces.MultiBinary(2)))
+    assert space["m"] == spaces.MultiDiscrete([5, 2], start=[3, 0])
+    for goal in (3, 4):
+        assert space.contains(Reach(goal)._observe())
+    assert envs.reward_space == spaces.Box(-4, 4, (1,), np.float64)
+
+
+def test_strict_checks_each_env_against_its_own_space(make, backend):
+    configs = [{"goal": 4, "shift": -1}, {"goal": 3, "shift": 1}]  # in the bounds of the pool
+    envs = make(Reach, 2, env_configs=configs, backend=backend, check="strict", num_workers=1)
+    with pytest.raises(jaxvec.EnvDataError, match=r"^env 1 .*obs\['z'\]: .* is not in Box\(-1.0, 3.0"):
+        envs.reset()
+
+
+def test_other_differences_of_spaces_are_refused(make, backend):
+    class Env(CountingEnv):
+        def __init__(self, observation, action=spaces.Discrete(9)):  # noqa: B008
+            super().__init__()
+            self.observation_space, self.action_space = observation, action
+
+    box = spaces.Box(0, 1, (2,))
+    for one, other in (
+        ([box], [spaces.Box(0, 2, (3,))]),
+        ([box], [spaces.Box(0, 2, (2,), np.float64)]),
+        ([spaces.Dict(a=box)], [spaces.Dict(b=box)]),
+        ([spaces.Tuple([box])], [spaces.Tuple([box, box])]),
+        ([spaces.Discrete(2)], [spaces.MultiDiscrete([2])]),
+        ([spaces.Sequence(box)], [spaces.Sequence(box, stack=True)]),
+        ([spaces.Text(3)], [spaces.Text(4)]),
+        ([box, box], [box, spaces.Box(0, 2, (2,))]),
+    ):
+        kind = "observation" if len(one) == 1 else "action"
+        with pytest.raises(jaxvec.SpaceMismatchError, match=rf"^env 1 has {kind} space .* the envs before"):
+            make([partial(Env, *one), partial(Env, *other)], backend=backend, max_sizes={"obs": 2})
 
 
 def test_constructor_parameters_get_the_env_or_worker_index(make, backend):
