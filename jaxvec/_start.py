@@ -6,6 +6,7 @@ The workers make the envs and describe them; the specification of the pool follo
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,9 @@ from jaxvec._workers.backend import Backend
 from jaxvec._workers.process import LocalProcesses
 from jaxvec._workers.serial import SerialBackend
 from jaxvec._workers.worker import WorkerRecipe
+
+
+_logger = logging.getLogger("jaxvec")
 
 
 def start(
@@ -190,15 +194,29 @@ def _learn(keys: list[str], description: Description) -> dict[str, Any]:
     """Returns env 0's first values of the info keys that were given without dtype and shape."""
     info = description.info or {}
     for key in keys:
-        if key not in info:
+        if info.get(key) is None:
             raise UnsupportedSpaceError(
-                f"info: env 0's first reset returned no {key!r}, only {sorted(info)}; declare its dtype "
+                f"info: env 0's first reset returned no {key!r}, only "
+                f"{sorted(name for name, value in info.items() if value is not None)}; declare its dtype "
                 f"and shape, as in info={{{key!r}: np.float32}}"
             )
-    return {key: _as_arrays(info[key]) for key in keys}
+    uncertain: list[str] = []
+    learnt = {key: _as_arrays(info[key], f"[{key!r}]", uncertain) for key in keys}
+    if uncertain:
+        _logger.warning(
+            "make: info has integers or bools at %s in env 0's first reset, and keeps these types. If they "
+            "can become fractions, declare info={key: float}; to hide this message, info={key: int} or bool",
+            ", ".join(uncertain),
+        )
+    return learnt
 
 
-def _as_arrays(value: Any) -> Any:
+def _as_arrays(value: Any, where: str, uncertain: list[str]) -> Any:
+    """Returns a value with arrays as leaves. Adds places of Python's integers and bools to `uncertain`."""
     if isinstance(value, Mapping):
-        return {key: _as_arrays(each) for key, each in cast("Mapping[Any, Any]", value).items()}
-    return np.asarray(value)
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: _as_arrays(each, f"{where}[{key!r}]", uncertain) for key, each in items}
+    array = np.asarray(value)
+    if array.dtype.kind in "biu" and not isinstance(value, np.ndarray | np.generic):
+        uncertain.append(where)
+    return array

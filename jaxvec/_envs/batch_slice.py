@@ -242,11 +242,11 @@ class BatchSlice(Slice):
         match node:
             case Leaf():
                 whole = Leaf(node.path, (self._size, *node.shape), node.dtype, node.stored)
-                value = conform(whole, value)
                 try:
-                    store(whole, self._arrays[node.path][rows], value)
+                    store(whole, self._arrays[node.path][rows], conform(whole, value))
                 except InvalidValue:
-                    self._write_each(writer(node, self._arrays), rows, enumerate(value))  # names the env
+                    if np.shape(value) == whole.shape:
+                        self._write_each(writer(node, self._arrays), rows, enumerate(value))  # names the env
                     raise
             case PaddedNode():
                 pairs = zip(range(self._size), value, strict=True)
@@ -314,14 +314,21 @@ class BatchSlice(Slice):
 
     def _write_declared(self, node: DictNode, info: Mapping[str, Any], rows: slice) -> None:
         for key, child, mask in zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True):
-            has = np.broadcast_to(info.get(f"_{key}", key in info), (self._size,))
-            self._arrays[mask.path][rows] = has  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
-            if has.all() and isinstance(info[key], np.ndarray) and info[key].dtype != object:
-                self._write(child, info[key], rows)
+            value = info.get(key)
+            has = np.broadcast_to(value is not None and info.get(f"_{key}", True), (self._size,))
+            is_whole = has.all() and isinstance(value, np.ndarray) and value.dtype != object
+            each = (
+                [] if is_whole else [(row, _row(child, value, row)) for row in np.flatnonzero(has).tolist()]
+            )
+            each = [(row, one) for row, one in each if one is not None]
+            masks = self._arrays[mask.path][rows]  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
+            masks[:] = is_whole
+            masks[[row for row, _ in each]] = True
+            if is_whole:
+                self._write(child, value, rows)
                 continue
             for leaf in leaves(child):
                 self._arrays[leaf.path][rows] = 0
-            each = ((row, _row(child, info[key], row)) for row in np.flatnonzero(has).tolist())
             self._write_each(self._write_row[child.path], rows, each)
 
 

@@ -20,7 +20,7 @@ _FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 class DeclaredInfo:
-    """Writer of the declared keys of infos, each with its mask. A missing key becomes zero."""
+    """Writer of the declared keys of infos, each with its mask. A missing key, or `None`, becomes zero."""
 
     def __init__(self, node: DictNode, arrays: Arrays, *, strict: bool) -> None:
         # A declared info has its keys in pairs: a value and its mask.
@@ -32,9 +32,10 @@ class DeclaredInfo:
 
     def write(self, index: int, info: dict[str, Any]) -> None:
         for key, write, clear, mask in self._fields:
-            present = key in info
+            value = info.get(key)
+            present = value is not None
             if present:
-                write(index, info[key])
+                write(index, value)
             elif mask[index]:
                 clear(index)
             mask[index] = present

@@ -136,11 +136,13 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any], strict: bool) -> Write:
         def write_integer(slot: int, value: Any) -> None:
             # NumPy checks the range of a Python int, but not that of an array.
             try:
-                array[slot] = operator.index(value)
+                number = operator.index(value)
             except TypeError:
-                array[slot] = int(conform(leaf, value))
+                number = int(conform(leaf, value))
+            try:
+                array[slot] = number
             except OverflowError as error:
-                raise InvalidValue(_overflow(leaf, operator.index(value))) from error
+                raise InvalidValue(_overflow(leaf, number)) from error
 
         return write_integer
 
@@ -193,8 +195,32 @@ def conform(leaf: Leaf, value: Any) -> NDArray[Any]:
     if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
         name = type(value).__name__
         dtype = name if array.dtype.kind == "O" else f"{array.dtype} ({name})"
-        raise InvalidValue(f"{leaf}: expected {leaf.dtype}, got {dtype}")
+        text = f"{leaf}: expected {leaf.dtype}, got {dtype}"
+        if (keys := _declared_keys(leaf)) and array.dtype.kind in "biuf":
+            with np.errstate(invalid="ignore"):
+                exact = array.astype(leaf.dtype)
+            if (exact == array).all():
+                return exact
+            text += f"; declare a type that has all of its values: {_declaration(keys, array)}"
+        raise InvalidValue(text)
     return array
+
+
+def _declared_keys(leaf: Leaf) -> KeyPath:
+    """Returns the keys of a leaf that the user declares in `info`; none for other leaves."""
+    head, *keys = leaf.path
+    if head == "info" and keys[0] == "final_info":
+        keys = keys[1:]
+    return tuple(keys) if head == "info" and keys[0] not in ("final_obs", "reset_options") else ()
+
+
+def _declaration(keys: KeyPath, array: NDArray[Any]) -> str:
+    """Returns an argument of `make` that declares the type of an info."""
+    kind = {"b": "bool", "f": "float"}.get(array.dtype.kind, "int")
+    text = kind if array.shape == () else f"({kind}, {array.shape})"
+    for key in reversed(keys):
+        text = f"{{{key!r}: {text}}}"
+    return f"info={text}"
 
 
 def _wrong_structure(node: DictNode | TupleNode, value: Any) -> str:

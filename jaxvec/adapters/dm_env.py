@@ -180,7 +180,10 @@ class DmEnv(Adapter):
         if seed is not None:
             self._seed(seed)
         timestep = self.adapted.reset()
-        return self._observe(timestep), {"discount": self._no_discount, "step_type": int(timestep.step_type)}
+        return self._observe(timestep), {
+            "discount": self._no_discount,
+            "step_type": np.int64(timestep.step_type),
+        }
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps the env.
@@ -198,7 +201,7 @@ class DmEnv(Adapter):
             raise ResetNeeded("step: the episode is over, or reset was never called; call reset first")
         last, ended = timestep.last(), not np.any(timestep.discount)
         reward = float(timestep.reward) if self._scalar_reward else np.asarray(timestep.reward)
-        info = {"discount": timestep.discount, "step_type": int(timestep.step_type)}
+        info = {"discount": timestep.discount, "step_type": np.int64(timestep.step_type)}
         return self._observe(timestep), reward, last and ended, last and not ended, info
 
     def render(self) -> Any:

@@ -156,7 +156,7 @@ def make(
         info: Keys of the envs' info to return as arrays: a dict from key to dtype (`int`, `"f4"`,
             `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of keys. For a
             key without a declaration, jaxvec resets env 0 once and uses the shape and dtype in its info. Each
-            key has a mask `_key`; a missing value reads as 0.
+            key has a mask `_key`; a missing value, or `None`, reads as 0.
         max_sizes: Maximum sizes of `Sequence` and `Graph` spaces, which become padded arrays, by the path of
             the space: `{"inventory": 16, "scene/nodes": 32, "scene/edges": 64}`. A path may start with `obs`,
             `action`, `info` or `reset_options`; at the root it is that word alone. An entry replaces the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -797,6 +798,124 @@ def test_a_nested_info_that_can_not_be_arrays_names_the_place(make):
         make(Nested, 1, info=["text"], backend="serial")
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"info\['text'\]: a dict needs strings as keys"):
         make(Nested, 1, info={"text": {}}, backend="serial")
+
+
+class Scored(CountingEnv):
+    """An env whose info has a `score` of its own at its reset, and others at its steps."""
+
+    def __init__(self, *scores):
+        super().__init__(len(scores) - 1)
+        self.scores = scores
+
+    def _info(self):
+        score = self.scores[self._episode_steps]
+        return {} if score is Ellipsis else {"score": score, "stats": {"score": score}}
+
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)[0], self._info()
+
+    def step(self, action):
+        return *super().step(action)[:4], self._info()
+
+
+class ScoredBatch(gymnasium.vector.VectorEnv):
+    """Env 0 has always the first score, env 1 those of `Scored`."""
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+    num_envs = 2
+    single_observation_space = single_action_space = spaces.Discrete(5)
+
+    def __init__(self, *scores, dtype=None):
+        self.scores, self.dtype = scores, dtype
+
+    def _result(self):
+        pair = [self.scores[0], self.scores[self._steps]]
+        return np.zeros(2, int), {"score": np.array(pair, self.dtype)}
+
+    def reset(self, *, seed=None, options=None):
+        self._steps = 0
+        return self._result()
+
+    def step(self, actions):
+        self._steps += 1
+        obs, info = self._result()
+        return obs, np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), info
+
+
+@pytest.mark.parametrize(
+    ("scores", "line"),
+    [
+        ((0, 1, 0.5), "{'score': float}"),
+        ((3, np.float32(0.5)), "{'score': float}"),
+        ((False, 0.5), "{'score': float}"),
+        ((True, 2), "{'score': int}"),
+        ((np.int64(0), np.inf), "{'score': float}"),
+        ((np.zeros(2, int), np.array([1, 0.5])), "{'score': (float, (2,))}"),
+    ],
+    ids=str,
+)
+def test_a_fraction_for_a_learnt_integer_names_the_declaration(make, backend, scores, line):
+    envs = make(lambda: Scored(*scores), 2, info=["score"], backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=re.escape(f"that has all of its values: info={line}")):
+        for _ in scores:
+            envs.step(np.zeros(2, int))
+    envs = make(lambda: Scored(*scores), 2, info=eval(line, {"float": float, "int": int}), backend=backend)
+    envs.reset()
+    for score in scores[1:]:
+        timestep = envs.step(np.zeros(2, int))
+        final = timestep.info["final_info"]["score"] if timestep.done.all() else timestep.info["score"]
+        np.testing.assert_array_equal(final, [score] * 2)
+
+
+def test_a_fraction_in_a_nested_or_batched_info_names_the_declaration(make):
+    envs = make(lambda: Scored(0, 0.5), 1, info=["stats"], backend="serial")
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=r"info=\{'stats': \{'score': float\}\}$"):
+        envs.step(np.zeros(1, int))
+    for dtype in (None, object):
+        envs = make(
+            lambda dtype=dtype: ScoredBatch(0, 0.5, dtype=dtype), 2, info=["score"], envs_per_instance=2
+        )
+        envs.reset()
+        with pytest.raises(jaxvec.EnvDataError, match=r"info=\{'score': float\}$") as caught:
+            envs.step(np.zeros(2, int))
+        assert caught.value.env_id == 1
+
+
+@pytest.mark.parametrize("scores", [(0, 3.0, np.float64(2**30)), (False, 1, 0.0), (5, True)], ids=str)
+def test_exact_numbers_of_other_types_fit_a_learnt_info(make, backend, scores):
+    envs = make(lambda: Scored(*scores, 0), 1, info=["score"], backend=backend)
+    dtype = envs.reset().info["score"].dtype
+    assert dtype == (bool if scores[0] is False else np.int32)
+    for score in scores[1:]:
+        assert envs.step(np.zeros(1, int)).info["score"].tolist() == [score]
+
+
+def test_make_warns_of_types_that_it_learnt_from_integers(make, caplog):
+    with caplog.at_level("WARNING", "jaxvec"):
+        make(lambda: Scored(np.float32(0), 0), 1, info=["score"])
+        make(lambda: Scored(0, 0), 1, info={"score": int})
+        assert not caplog.records
+        make(lambda: Scored([0, False], 0), 1, info=["score", "stats"])
+    assert "integers or bools at ['score'], ['stats']['score']" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "declaration",
+    [int, (float, (2,)), {"a": int}, spaces.Text(5), spaces.Sequence(spaces.Text(5)), spaces.Discrete(3)],
+    ids=str,
+)
+def test_none_is_a_missing_info(make, backend, declaration):
+    sizes = {"score": 4} if isinstance(declaration, spaces.Sequence) else None
+    for last in (None, ...):
+        options = {"info": {"score": declaration}, "max_sizes": sizes, "backend": backend}
+        envs = make(lambda last=last: Scored(None, None, last), 2, **options)
+        timesteps = [envs.reset(), *(envs.step(np.zeros(2, int)) for _ in range(2))]
+        for timestep in timesteps:
+            assert not timestep.info["_score"].any()
+            assert not timestep.info["final_info"]["_score"].any()
+            assert all(not leaf.any() for leaf in jax.tree.leaves(timestep.info["score"]))
 
 
 def test_a_changed_space_of_the_pool_is_not_that_of_the_envs(make):
