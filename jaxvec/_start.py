@@ -18,6 +18,7 @@ from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
 from jaxvec._envs import constructors, foreign_env
 from jaxvec._envs.constructors import Description
+from jaxvec._envs.envs import check_vector
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._memory.segment import Place, split_evenly
 from jaxvec._options import PoolConfig
@@ -126,6 +127,7 @@ def _adopt(
     env: BatchedVectorEnv[Any, Any, Any], num_envs: int | None, config: PoolConfig
 ) -> tuple[Any, int, PoolConfig]:
     """Returns the env, number of envs and configuration for a pool over an existing batched env."""
+    check_vector(env)
     for name, value in (("num_envs", num_envs), ("envs_per_instance", config.envs_per_instance)):
         if value not in (None, env.num_envs):
             raise ValueError(

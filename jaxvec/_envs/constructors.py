@@ -38,6 +38,7 @@ from jaxvec._envs.envs import (
     Env,
     EnvErrorContext,
     EnvFn,
+    check_vector,
     declares,
     layers_of,
 )
@@ -67,7 +68,9 @@ def count(env: Any, num_envs: int | None, size: int | None) -> int:
         if num_envs is not None and num_envs != listed:
             raise ValueError(f"num_envs is {num_envs}, but the list has {len(env)} callables")
         num_envs = listed
-    elif num_envs is None:
+    elif not isinstance(env, (str, EnvSpec)):
+        _check_callable(env, 0)
+    if num_envs is None:
         raise ValueError("num_envs is missing; it can be left out only with a list of callables")
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"num_envs must be an integer of at least 1, not {num_envs!r}")
@@ -170,12 +173,7 @@ def _is_list(env: Any) -> bool:
 
 
 def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> EnvFn:
-    if not callable(env_fn):
-        raise TypeError(
-            f"env must be a Gymnasium id, an EnvSpec, a callable or a list of callables; got "
-            f"{type(env_fn).__name__} for env {index}"
-            + ("; pass a function that makes the env" if isinstance(env_fn, gymnasium.Env) else "")
-        )
+    _check_callable(env_fn, index)
     parameters = _parameters(env_fn)
     by_name = {
         name: number
@@ -199,6 +197,16 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
     # Pass the first parameter by position: a wrapped callable may not accept the name in its signature.
     first = [by_name.pop(name) for name in required if name == next(iter(parameters))]
     return cast(EnvFn, partial(_construct, env_fn, *first, **{**by_name, **env_kwargs}))
+
+
+def _check_callable(env_fn: Any, index: int) -> None:
+    check_vector(env_fn)
+    if not callable(env_fn):
+        raise TypeError(
+            f"env must be a Gymnasium id, an EnvSpec, a callable or a list of callables; got "
+            f"{type(env_fn).__name__} for env {index}"
+            + ("; pass a function that makes the env" if isinstance(env_fn, gymnasium.Env) else "")
+        )
 
 
 def _construct(env_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,14 @@ OLD_GYM = (
 )
 
 
+_FOREIGN_VECTOR = (
+    "{name} is a vector env without single_observation_space, which gymnasium.vector.VectorEnv has. Pass a "
+    "function that makes one env: jaxvec.make(make_env, num_envs). For a vector env of SuperSuit, whose envs "
+    "are the agents of a PettingZoo env, that is lambda: "
+    "jaxvec.adapters.pettingzoo.PettingZooEnv(parallel_env())"
+)
+
+
 class EnvFailure(Exception):
     """A failure of an env. `__cause__` is the env's exception, or `InvalidValue` for wrong data."""
 
@@ -189,7 +197,17 @@ def _parts(env: Any) -> Iterator[tuple[int, Any]]:
                 yield place, innermost(part)
 
 
+def check_vector(env: Any) -> None:
+    """Raises `TypeError` for a vector env that does not follow Gymnasium's interface, such as SuperSuit's."""
+    is_vector = isinstance(env, gymnasium.vector.VectorEnv) or (
+        declares(env, "num_envs") and not isinstance(env, type | gymnasium.Env)
+    )
+    if is_vector and not hasattr(env, "single_observation_space"):
+        raise TypeError(_FOREIGN_VECTOR.format(name=type(env).__name__))
+
+
 def _check_kind(env: Any, size: int | None) -> None:
+    check_vector(env)
     if size is not None:
         if not isinstance(env, gymnasium.vector.VectorEnv):
             raise TypeError(

@@ -40,6 +40,39 @@ def test_a_batched_env_is_stepped_like_its_envs_one_by_one(make, mode):
     jax.tree.map(np.testing.assert_array_equal, batched, expected)
 
 
+class OfSuperSuit(gymnasium.vector.VectorEnv):
+    """As SuperSuit's: it has the spaces of one env under other names."""
+
+    num_envs = 2
+    observation_space = action_space = spaces.Discrete(5)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, int), {}
+
+    def step(self, actions):
+        return actions, np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), {}
+
+
+class OfStableBaselines3:
+    """A vector env of a class of its own."""
+
+    num_envs, observation_space, action_space = 2, *[spaces.Discrete(5)] * 2
+    reset, step = OfSuperSuit.reset, OfSuperSuit.step
+
+
+@pytest.mark.parametrize("kind", [OfSuperSuit, OfStableBaselines3])
+def test_vector_envs_of_other_libraries_name_the_adapter(backend, kind):
+    text = f"{kind.__name__} is a vector env without single_observation_space, .*PettingZooEnv"
+    for env, options in (
+        (kind(), {}),
+        (kind(), {"num_envs": 2}),
+        (kind, {"num_envs": 2}),
+        (lambda: kind(), {"num_envs": 2, "envs_per_instance": 2}),
+    ):
+        with pytest.raises((TypeError, jaxvec.EnvError), match=text):
+            jaxvec.make(env, backend=backend, **options)
+
+
 def test_several_in_workers(make):
     fn = partial(counting, AutoresetMode.SAME_STEP)
     actions = jnp.arange(120).reshape(10, 12)
