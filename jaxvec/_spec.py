@@ -333,7 +333,7 @@ def union(a: Any, b: Any) -> Any:
     merged = copy(a)
     match a:
         case spaces.Box():
-            return spaces.Box(np.minimum(a.low, b.low), np.maximum(a.high, b.high), dtype=a.dtype)
+            return spaces.Box(np.minimum(a.low, b.low), np.maximum(a.high, b.high), dtype=a.dtype.type)
         case spaces.Discrete():
             merged.start = np.minimum(a.start, b.start)
             merged.n = np.maximum(a.start + a.n, b.start + b.n) - merged.start

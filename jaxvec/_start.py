@@ -32,7 +32,6 @@ from jaxvec._workers.process import LocalProcesses
 from jaxvec._workers.serial import SerialBackend
 from jaxvec._workers.worker import WorkerRecipe
 
-
 _logger = logging.getLogger("jaxvec")
 
 
