@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support import disasters, probe
 
 import jaxvec
-from jaxvec import _config
+from jaxvec import _settings
 from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
@@ -322,13 +322,13 @@ def test_a_misspelt_option_is_not_passed_on_as_any_keyword(make):
 def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch):
     monkeypatch.setenv("JAXVEC_TRANSPORT", "IO_callback")
     monkeypatch.setenv("JAXVEC_WRAPPER_BYPASS", "false")
-    settings = _config._from_environ()
-    assert settings == _config.Config("io_callback", "auto", wrapper_bypass=False)
+    settings = _settings._from_environ()
+    assert settings == _settings.Config("io_callback", "auto", wrapper_bypass=False)
     monkeypatch.setenv("JAXVEC_DISPATCH", "pigeon")
     with pytest.raises(
         ValueError, match="JAXVEC_DISPATCH must be one of auto, native, portable, not 'pigeon'"
     ):
-        _config._from_environ()
+        _settings._from_environ()
     with jaxvec.config.override(transport="io_callback"):
         envs = make(CountingEnv, 1)
     assert envs.transport == "io_callback" != jaxvec.make(CountingEnv, 1, backend="serial").transport
