@@ -329,6 +329,7 @@ def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch)
         ValueError, match="JAXVEC_DISPATCH must be one of auto, native, portable, not 'pigeon'"
     ):
         _settings._from_environ()
+    monkeypatch.delenv("JAXVEC_DISPATCH")  # a new fork server reads it, too
     with jaxvec.config.override(transport="io_callback"):
         envs = make(CountingEnv, 1)
     assert envs.transport == "io_callback" != jaxvec.make(CountingEnv, 1, backend="serial").transport
