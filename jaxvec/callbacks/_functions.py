@@ -192,7 +192,7 @@ def send(handle: Handle, action: Any, env_id: Any = None, *, reset_options: Any 
     return handle.next(token)
 
 
-def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeStep]:
+def recv(handle: Handle) -> tuple[Handle, TimeStep]:
     """Waits for `batch_size` of the pending envs and returns their time step.
 
     `timestep.info["env_id"]` identifies them. They are the envs that finished first or, with
@@ -202,13 +202,11 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
 
     Args:
         handle: The handle returned by the latest call, to all envs of the pool.
-        at_least: Only for `VectorEnv.recv`, as arrays in JAX programs have fixed shapes.
 
     Returns:
         The handle for the next call, and the time step with leaves `[batch_size, ...]`.
 
     Raises:
-        TypeError: `at_least` was given.
         PendingEnvError: Fewer than `batch_size` envs are pending. The pool is unchanged.
         JaxvecError: Any error of `step`.
 
@@ -223,12 +221,6 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
         ```
     """
     spec = check_handle(handle, "recv")
-    if at_least is not None:
-        raise TypeError(
-            f"recv got at_least={at_least!r}, but the number of ready envs varies, and programs have "
-            "arrays of fixed shapes. Make the pool with the batch_size that recv should wait for, such as 1, "
-            "or use VectorEnv.recv in a Python loop"
-        )
     token, *rows = _bind(Verb.RECV, handle)
     return handle.next(token), spec.build_timestep(rows)
 
