@@ -29,8 +29,8 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import foreign
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.process import LocalProcesses
+from jaxvec._workers.protocol import WorkerRecipe
 from jaxvec._workers.serial import SerialBackend
-from jaxvec._workers.worker import WorkerRecipe
 
 _logger = logging.getLogger("jaxvec")
 

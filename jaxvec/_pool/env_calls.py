@@ -19,7 +19,7 @@ from jaxvec._envs.slice import Arguments, RequestName
 from jaxvec._memory.segment import InfoKind, known
 from jaxvec._pool.state import PoolState
 from jaxvec._workers.base import WorkerGroup
-from jaxvec._workers.supervisor import check_all
+from jaxvec._workers.diagnosis import check_all
 
 
 class EnvCalls:

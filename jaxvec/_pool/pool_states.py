@@ -35,7 +35,7 @@ from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, index_of
 from jaxvec._pool.env_calls import EnvCalls
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._workers.base import WorkerGroup
-from jaxvec._workers.supervisor import check_all
+from jaxvec._workers.diagnosis import check_all
 
 _LOST = -1  # value of `StateTable.worker` for a state lost in a fault
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from jaxvec._options import PoolConfig
 from jaxvec._workers.base import WorkerGroup
-from jaxvec._workers.worker import WorkerRecipe
+from jaxvec._workers.protocol import WorkerRecipe
 
 
 class Backend(ABC):

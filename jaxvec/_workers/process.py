@@ -43,12 +43,13 @@ from jaxvec._workers.base import (
     parent_end,
 )
 from jaxvec._workers.budget import Budget
+from jaxvec._workers.diagnosis import check_all, name_worker
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
 from jaxvec._workers.output import Output, OutputFiles, OutputLog
+from jaxvec._workers.protocol import Attach, WorkerRecipe
 from jaxvec._workers.spawn import Spawner
-from jaxvec._workers.supervisor import Supervisor, check_all, name_worker
-from jaxvec._workers.worker import Attach, WorkerRecipe
+from jaxvec._workers.supervisor import Supervisor
 
 _SPIN_NS = 200_000  # how long an idle worker spins before it sleeps
 

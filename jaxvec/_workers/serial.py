@@ -32,8 +32,8 @@ from jaxvec._util import copied
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, choose_dispatch, open_engine, parent_end
 from jaxvec._workers.budget import Budget
-from jaxvec._workers.supervisor import describe_losses
-from jaxvec._workers.worker import WorkerRecipe
+from jaxvec._workers.diagnosis import describe_losses
+from jaxvec._workers.protocol import WorkerRecipe
 
 
 class SerialBackend(Backend):

@@ -1,4 +1,4 @@
-"""A worker process: its messages, its start, and the loop that steps its envs.
+"""A worker process: its start, and the loop that steps its envs.
 
 A worker receives `Setup` and builds its envs, replies `Ready`, receives `Attach` with the segment, and then
 serves until end of file: `Work` from the dispatch, and `Request` from the control socket.
@@ -10,9 +10,9 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -20,180 +20,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._arguments import Options
 from jaxvec._dispatch.channel import Channel, adopt_channel
 from jaxvec._dispatch.dispatch import Work, WorkerDispatch
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
-from jaxvec._envs.envs import EnvErrorContext, EnvFailure, EnvFn, build_env, close_envs, watch_forks
+from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.foreign_env import to_plain
-from jaxvec._envs.slice import ExportedSlots, ImportedSlots, RequestName, Slice, SlotSettings
+from jaxvec._envs.slice import ExportedSlots, ImportedSlots, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
-from jaxvec._memory.segment import Layout, Marks, attach_segment
-from jaxvec._options import PoolConfig, Recycle, Workers
-from jaxvec._spec import KeyPath, PoolSpec
+from jaxvec._memory.segment import Marks, attach_segment
+from jaxvec._options import Recycle, Workers
 from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
-from jaxvec._workers import foreign, stacks
-from jaxvec._workers.base import Slices, worker_end
+from jaxvec._workers import stacks
+from jaxvec._workers.base import worker_end
 from jaxvec._workers.output import tag_lines
-
-
-@dataclass(frozen=True)
-class WorkerRecipe:
-    """The specification from which the workers of a pool, and their replacements, are made."""
-
-    env_fns: Sequence[EnvFn]  # of all envs, or of all instances of batched envs
-    slices: Slices  # `(first, stop)` of each worker's envs
-    config: PoolConfig
-    equal_spaces: bool  # whether bounds of observations and rewards must be equal
-    shares_values: bool = False  # whether envs in this process get the objects of the caller, not copies
-
-    def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
-        first, stop = (place // (self.config.envs_per_instance or 1) for place in self.slices[worker])
-        return self.env_fns[first:stop]
-
-
-# --- Messages on the control socket, in the order in which they are first sent ---------------------------
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Request of the parent to build envs."""
-
-    sys_path: list[str]
-    own_path: bool  # whether the worker's own `sys.path` comes first; it is another interpreter's
-    python_path: str | None
-    worker: int
-    first: int  # id of the worker's first env
-    # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
-    init: bytes | None
-    env_fns: bytes  # with the options of states, which contain functions and classes of the user
-    config: PoolConfig
-    equal_spaces: bool
-    learn_info: bool
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Report of the worker that its envs are built; `description` is a cloudpickled `Description`."""
-
-    description: bytes
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """State of a dead worker that its replacement starts with."""
-
-    options: Options  # of its envs' resets
-    trace: int | None  # capacity of the span recorder, if tracing
-    notices: int  # number of notices of messages on the control socket, which a futex counts
-    objects: dict[KeyPath, NDArray[Any]]  # last received rows of the leaves that are not in the segment
-    settings: dict[int, SlotSettings]  # by slot, for envs that have some
-    exported: ExportedSlots | None  # by the old process, if that was recycled
-
-
-@dataclass(frozen=True)
-class Attach:
-    """Request of the parent to map the segment, by the descriptor that comes with it, and to serve."""
-
-    worker: int
-    slots: tuple[int, int]  # first and stop
-    layout: Layout
-    spec: PoolSpec
-    dispatch: str  # "native" or "portable"
-    spin_ns: int
-    replaces: Replacement | None
-
-
-@dataclass(frozen=True)
-class Recover:
-    """Request of the parent to recover from a reported failure. Without it, the pool ends."""
-
-    rebuild: bool  # whether to build the env anew
-    settings: SlotSettings | None  # of the new env
-
-
-@dataclass(frozen=True)
-class Retire:
-    """Report of the worker that it exceeds a limit of `Workers(recycle=...)`.
-
-    The parent sends it back when no other request is pending. The worker sends `ExportedSlots` and ends.
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Closed:
-    """Report of the worker, after the end of file, that these envs are closed."""
-
-    env_ids: range
-
-
-@dataclass(frozen=True)
-class Request:
-    """Request of the parent to call a method of the `Slice`."""
-
-    name: RequestName
-    args: bytes  # a tuple, pickled apart: an error in unpickling it is a reply, not the end of the worker
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Cloudpickled result of a `Request`, or the failure in its place."""
-
-    result: bytes = b""
-    failure: Report | None = None
-
-
-def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
-    """Pickles a value of the user, or raises the error that `refuse` makes of the cause."""
-    try:
-        pickled: bytes = dumps(value)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise refuse(error) from error
-    return pickled
-
-
-def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
-    """Makes the first message to a worker. Raises `TypeError` if a function can't be pickled."""
-    first, _ = recipe.slices[worker]
-    config = recipe.config
-    init, python = config.workers.init, config.workers.python
-    sys_path, own_path = foreign.path_for(python)
-    return Setup(
-        sys_path=sys_path,
-        own_path=own_path,
-        python_path=(os.environ if python is None else config.workers.env).get("PYTHONPATH"),
-        worker=worker,
-        first=first,
-        init=init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)"),
-        env_fns=_pickle(
-            (list(recipe.env_fns_of(worker)), config.states),
-            f"the constructor of env {first}",
-            ', or use backend="serial"',
-        ),
-        config=config.for_workers(),
-        equal_spaces=recipe.equal_spaces,
-        learn_info=learn_info and first == 0,
-    )
-
-
-def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
-    return pickle_given(
-        function,
-        lambda error: TypeError(
-            f"{name} can't be pickled, so it can't be sent to a worker: {error}; create the objects that it "
-            f"needs inside it{otherwise}"
-        ),
-    )
-
+from jaxvec._workers.protocol import Attach, Closed, Ready, Reply, Request, Retire, Setup
 
 # --- Limits of the worker's age ---------------------------------------------------------------------------
 

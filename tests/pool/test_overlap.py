@@ -16,7 +16,7 @@ from support.disasters import PATIENCE, Background, wait_until, within
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._workers.supervisor import FairLocks
+from jaxvec._workers.fair_locks import FairLocks
 from jaxvec.testing import CountingEnv
 
 KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]

@@ -38,7 +38,7 @@ from jaxvec._options import OnFault, PoolConfig, Restart, Timeouts, check_count,
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec._workers.budget import Budget
-from jaxvec._workers.worker import pickle_given
+from jaxvec._workers.protocol import pickle_given
 from jaxvec.callbacks._functions import reset, restore, save
 from jaxvec.callbacks._make import make
 

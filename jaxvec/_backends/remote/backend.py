@@ -9,7 +9,7 @@ from jaxvec._options import PoolConfig, reject
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import Slices, WorkerGroup
 from jaxvec._workers.process import ProcessWorkers
-from jaxvec._workers.worker import WorkerRecipe
+from jaxvec._workers.protocol import WorkerRecipe
 
 
 class HostsBackend(Backend):

@@ -34,7 +34,7 @@ from jaxvec._options import PoolConfig
 from jaxvec._util import dumps, usable_cores
 from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
 from jaxvec._workers.process import LocalLauncher
-from jaxvec._workers.worker import Attach, Setup
+from jaxvec._workers.protocol import Attach, Setup
 
 _BATCH_TIMEOUT = 0.2  # seconds for a whole request; then its completed part is sent
 
