@@ -4,7 +4,7 @@
     the worker answers  Ready   Reply    Reply     Closed
 
 Between these, a worker sends a failure as a `Report` (`_envs/failures.py`), which `Recover` answers. It sends
-`Retire` when it exceeds a limit. The pool returns that, and `ExportedSlots` is then the worker's last message.
+`Retire` when it exceeds a limit. The pool returns that, and `ExportedSlots` is the worker's last message.
 """
 
 from __future__ import annotations
