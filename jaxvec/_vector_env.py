@@ -6,13 +6,15 @@ Each method checks its arguments, and calls the `Pool` of `_pool/pool.py`, which
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from functools import wraps
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, cast, final
 
 import numpy as np
 from gymnasium import Space
@@ -23,13 +25,54 @@ from numpy.typing import NDArray
 from jaxvec import _arguments, _spec, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
-from jaxvec._errors import EnvStateError, StateFileError
+from jaxvec._errors import EnvStateError, JaxvecError, StateFileError
 from jaxvec._memory.segment import Place, copies, placed, views
 from jaxvec._pool import pool_states, registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, PoolSpec, TimeStep
 from jaxvec._stats import Stats
 from jaxvec._util import run_in_thread
+
+# Calls to write in a program in place of methods.
+_IN_PROGRAMS = {
+    "reset": "handle, timestep = jaxvec.reset(envs, seed=..., mask=..., options=...)",
+    "step": "handle, timestep = jaxvec.step(handle, action)",
+    "send": "handle = jaxvec.send(handle, action, env_id)",
+    "restore": "handle, timestep = jaxvec.restore(handle, state)",
+    "simulate": "state, timestep = jaxvec.simulate(envs, state, action)",
+    "call": "handle, results = jaxvec.call(handle, name, *args)",
+}
+_TRACED = (
+    "VectorEnv.{name} got a traced array: this method runs in Python, once, while JAX traces the program, "
+    "and needs numbers. {advice}"
+)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_host(method: _Method) -> _Method:
+    """Makes an error of a method leave out jaxvec's own frames, and explains traced arguments."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: VectorEnv, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (JaxvecError, TypeError, ValueError) as error:
+            if _is_traced((args, kwargs)):
+                inside = _IN_PROGRAMS.get(name)
+                advice = "Call it outside jit" if inside is None else f"Inside jit, write: {inside}"
+                raise TypeError(_TRACED.format(name=name, advice=advice)) from None
+            if isinstance(error, JaxvecError):
+                error.with_traceback(None)
+            raise
+
+    return cast("_Method", call)
+
+
+def _is_traced(values: Any) -> bool:
+    """Returns True if arguments contain a traced array of JAX, which this module does not import."""
+    jax: Any = sys.modules.get("jax")
+    return jax is not None and any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(values))
 
 
 @final
@@ -108,6 +151,7 @@ class VectorEnv:
         """
         return self._pool.closed
 
+    @_on_host
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep[NDArray[Any]]:
         """Resets all envs, or those of `mask`, with the arguments and errors of `jaxvec.reset`.
 
@@ -132,6 +176,7 @@ class VectorEnv:
         rows = self._pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
+    @_on_host
     def step(self, action: Any, *, reset_options: Any = None) -> TimeStep[NDArray[Any]]:
         """Steps every env once, with the arguments and errors of `jaxvec.step`.
 
@@ -150,6 +195,7 @@ class VectorEnv:
         rows = self._pool.step(self._pool.move_all(Verb.STEP, Caller.HOST), actions, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
+    @_on_host
     def send(self, action: Any, env_id: Any = None, *, reset_options: Any = None) -> None:
         """Starts a step of some envs, with the arguments and errors of `jaxvec.send`. Any thread may call it.
 
@@ -167,6 +213,7 @@ class VectorEnv:
         actions += _arguments.options_on_host(self.spec, reset_options, **batch)
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
+    @_on_host
     def reset_async(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
         """Starts a `reset` without waiting for it; `recv` returns the results and raises the envs' errors.
 
@@ -183,6 +230,7 @@ class VectorEnv:
         move = self._pool.move_all(Verb.RESET, Caller.HOST)
         self._pool.reset_async(move, seeds=seeds, mask=mask, options=options)
 
+    @_on_host
     def recv(
         self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
     ) -> TimeStep[NDArray[Any]]:
@@ -214,6 +262,7 @@ class VectorEnv:
         rows = self._pool.recv(move, deliver=deliver, timeout=timeout, at_least=at_least)
         return self.spec.build_timestep(rows)
 
+    @_on_host
     def save(self, *, indices: Any = None) -> EnvState:
         """Saves and returns the states `[k]` of all envs, or of those of `indices`; see `jaxvec.save`.
 
@@ -229,6 +278,7 @@ class VectorEnv:
         slots = _arguments.check_indices(indices, self.num_envs)
         return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
 
+    @_on_host
     def restore(self, state: EnvState, *, indices: Any = None, mask: Any = None) -> TimeStep[NDArray[Any]]:
         """Restores all envs, or those of `indices`, to the states `[k]`; see `jaxvec.restore`.
 
@@ -249,6 +299,7 @@ class VectorEnv:
         move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
         return self.spec.build_timestep(registry.restore(self._pool, move, ids, mask, deliver=self._deliver))
 
+    @_on_host
     def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep[NDArray[Any]]]:
         """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.
 
@@ -353,6 +404,7 @@ class VectorEnv:
         """
         return self._pool.stats()
 
+    @_on_host
     def infos(self, indices: Any = None) -> tuple[dict[str, Any], ...]:
         """Returns the raw info dict of each env's last reset or step.
 
@@ -376,6 +428,7 @@ class VectorEnv:
         slots = self._pool.all if indices is None else _arguments.check_indices(indices, self.num_envs)
         return tuple(self._pool.env_calls.infos(slots))
 
+    @_on_host
     def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of every env or its wrappers, or reads an attribute.
 
@@ -401,6 +454,7 @@ class VectorEnv:
         """
         return self._call(name, args, kwargs, indices)
 
+    @_on_host
     def call_async(
         self, name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> Future[tuple[Any, ...]]:
@@ -417,6 +471,7 @@ class VectorEnv:
         """
         return run_in_thread(lambda on_started: self._call(name, args, kwargs, indices, on_started))
 
+    @_on_host
     def map(self, fn: Callable[..., Any], *args: Any, indices: Any = None) -> tuple[Any, ...]:
         """Runs `fn(env, *args)` on each env with its wrappers, inside its worker.
 
@@ -443,6 +498,7 @@ class VectorEnv:
             raise TypeError(f"fn must be a function that takes an env, not {fn!r}")
         return tuple(self._pool.env_calls.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
+    @_on_host
     def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
         """Returns an attribute of each env, in the order of `indices`. Raises the errors of `call`.
 
@@ -459,6 +515,7 @@ class VectorEnv:
             return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
         return tuple(self._pool.env_calls.get_attr(_arguments.check_indices(indices, self.num_envs), name))
 
+    @_on_host
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
         """Sets an attribute of each env, in the outermost wrapper that has it or in the env.
 

@@ -245,13 +245,18 @@ def find_spec(env_id: str) -> EnvSpec:
                 name = get_env_id(namespace, bare, newest)
     try:
         return gymnasium.spec(name)
+    except gymnasium.error.NameNotFound as error:
+        raise gymnasium.error.NameNotFound(
+            f"{error} An id of your own is known after the import of the module that registers it. Name the "
+            f'module in the id: jaxvec.make("MODULE:{name}", …)'
+        ) from None
     except gymnasium.error.NamespaceNotFound as error:
         namespace = name.partition("/")[0]
         package = _PUBLISHERS.get(namespace, "the_package")
         raise gymnasium.error.NamespaceNotFound(
             f"{error} A package registers its ids, such as those with {namespace}/, when it is imported. "
             f'Name the package in the id: jaxvec.make("{package}:{name}", …)'
-        ) from error
+        ) from None
 
 
 # --- Description of built envs, from which the parent makes the layout of the pool -----------------------

@@ -28,6 +28,11 @@ OLD_GYM = (
 )
 
 
+_UNREGISTERED = (
+    "Ids of your own are known after the import of the module that registers them, and workers do not import "
+    'your script. Name the module in the id, as in gymnasium.make("MODULE:MyEnv-v0"), or pass the id itself '
+    "to jaxvec.make"
+)
 _FOREIGN_VECTOR = (
     "{name} is a vector env without single_observation_space, which gymnasium.vector.VectorEnv has. Pass a "
     "function that makes one env: jaxvec.make(make_env, num_envs). For a vector env of SuperSuit, whose envs "
@@ -144,7 +149,9 @@ def build_env(
                 _check_kind(env, size)
                 _check_distinct(env, use or env_id, known)
             envs.append(env)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error.__cause__, gymnasium.error.UnregisteredEnv):
+                cast("EnvFailure", error).advice = _UNREGISTERED
             with suppress(EnvFailure):
                 close_envs(envs, first, size)
             raise

@@ -130,12 +130,14 @@ def _text(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """Formats the traceback without jaxvec's outer frames."""
+    """Formats the traceback without jaxvec's outer frames, but the last one."""
     inner = error.__traceback__
-    while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith("jaxvec._"):
+    while inner is not None and inner.tb_next is not None:
+        if not inner.tb_frame.f_globals.get("__name__", "").startswith("jaxvec._"):
+            break
         inner = inner.tb_next
     try:
-        return "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
+        return "".join(traceback.format_exception(type(error), error, inner))
     except BaseException as second:
         return f"<formatting the traceback raised {type(second).__name__}>"
 

@@ -20,6 +20,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from jaxvec._envs import constructors, foreign_env
+from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._options import (
     AutoresetName,
@@ -92,11 +93,19 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
+_IN_PROGRAM = (
+    "jaxvec.make was called while JAX traces a program, as in jit or scan. Python code runs only once there, "
+    "and the pool would end before the program runs. Make the pool outside: envs = jaxvec.make(...), then "
+    "handle, timestep = jaxvec.reset(envs) outside or inside the program"
+)
 _RECORDS = (Workers, Restart, States, Timeouts, Backend)
 
 # Keywords of other libraries' functions that make vector envs, with advice.
 _PROCESSES = 'Remove it: envs always run in worker processes; use backend="serial" to run them in this one'
 _WRAPPERS = "Pass a function that wraps each env: make(lambda: Wrapper(gymnasium.make(env)), num_envs)"
+_START_METHOD = "Pass the start method in workers=jaxvec.Workers(start_method=...)"
+_AUTORESET = 'Pass autoreset_mode="SAME_STEP", "NEXT_STEP", "DISABLED" or "EPISODIC"'
+_TIMEOUTS = "Pass timeouts=jaxvec.Timeouts(start=..., reset=..., step=...)"
 _SPACES = "Remove it: make reads the spaces from the envs"
 _ELSEWHERE = {
     "asynchronous": _PROCESSES,
@@ -107,10 +116,15 @@ _ELSEWHERE = {
     "observation_space": _SPACES,
     "action_space": _SPACES,
     "shared_memory": "Remove it: observations are always in shared memory",
-    "context": "Pass the start method in workers=jaxvec.Workers(start_method=...)",
+    "context": _START_METHOD,
     "num_threads": "Pass the number of worker processes as num_workers",
     "env_kwargs": "Pass its entries directly to make, or per env in env_configs",
     "seed": "Pass it to reset(seed=...)",
+    **dict.fromkeys(("autoreset", "auto_reset"), _AUTORESET),
+    **dict.fromkeys(("start_timeout", "reset_timeout", "step_timeout"), _TIMEOUTS),
+    **dict.fromkeys(("start_method", "worker_start_method"), _START_METHOD),
+    "daemon": "Remove it: workers end with the program",
+    "copy": "Remove it: time steps are copies; recv(copy=False) returns views",
 }
 
 
@@ -242,6 +256,8 @@ def make(
         ```
     """
     given = locals()  # has the fields of PoolConfig under equal names
+    if _primitive.in_program():
+        raise RuntimeError(_IN_PROGRAM)
     env = constructors.listed(env)
     constructor = foreign_env.by_name(env) if getattr(workers, "python", None) else env
     _refuse_unknown(constructor, env_kwargs)
@@ -264,6 +280,11 @@ def make(
         for name, text in _options_of_env(constructor, given, load=True):
             if name in str(error):
                 add_note(error, text)
+        for name in env_kwargs:
+            if f"argument '{name}'" in str(error):
+                add_note(error, _unknown(name))
+        if isinstance(error, JaxvecError):
+            error.with_traceback(None)  # without jaxvec's own frames
         raise
     try:
         if place is not None:
@@ -295,6 +316,14 @@ def _options_of_env(env: Any, given: Mapping[str, Any], *, load: bool) -> Iterat
                 f"{name} is an option of jaxvec.make, but the env takes an argument {name}, too, which keeps "
                 f"its default. To set that one, pass env_configs=[{{{name!r}: ...}}] * num_envs",
             )
+
+
+def _unknown(name: str) -> str:
+    """Returns a note for a keyword that is neither an option of `make` nor an argument of the env."""
+    options = [each for each in inspect.signature(make).parameters if each != "env_kwargs"]
+    close = difflib.get_close_matches(name, options, n=1) or [each for each in options if name in each]
+    question = f"; did you mean {close[0]}?" if close else ""
+    return f"{name} is no option of jaxvec.make either, which passes unknown keywords to the env{question}"
 
 
 def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:

@@ -55,6 +55,17 @@ _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
 
 
+# Takes nothing, so it is evaluated at once, without a backend, unless all of the program is traced.
+_probe_p = Primitive("jaxvec_probe")
+_probe_p.def_impl(lambda: np.zeros(()))
+_probe_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype(np.float32)))
+
+
+def in_program() -> bool:
+    """Returns True while JAX traces a program, as in `jit` and `scan`, but not in `grad` or `vmap` alone."""
+    return isinstance(_probe_p.bind(), jax.core.Tracer)
+
+
 def bind(call: Call, *operands: Any) -> list[jax.Array]:
     """Runs a call, or adds it to the program that is being traced; see `Call` for the operands."""
     arrays = [jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands]

@@ -68,8 +68,19 @@ def test_workers_look_for_jaxvec_where_it_is():
 
 
 def test_an_unknown_id_is_gymnasiums_own_error():
-    with pytest.raises(gymnasium.error.NameNotFound, match="CartPool"):
+    with pytest.raises(
+        gymnasium.error.NameNotFound, match=r'CartPool.*jaxvec.make\("MODULE:CartPool-v1", …\)'
+    ):
         jaxvec.make("CartPool-v1", 2)
+
+
+def test_an_id_that_a_worker_does_not_know_names_the_module(make):
+    gymnasium.register("Here-v0", entry_point=CountingEnv)
+    try:
+        with pytest.raises(jaxvec.EnvError, match=r'gymnasium.make\("MODULE:MyEnv-v0"\)'):
+            make(lambda: gymnasium.make("Here-v0"), 1, workers=jaxvec.Workers(start_method="spawn"))
+    finally:
+        del gymnasium.registry["Here-v0"]
 
 
 def test_an_env_registered_here_works_in_workers(make):
@@ -308,6 +319,13 @@ BAD = [
     ),
     ((CountingEnv, 2), {"backend": "serial", "num_workers": 2}, ValueError, "has one worker"),
     ((CountingEnv, 2), {"nonsense": 1}, jaxvec.EnvError, "unexpected keyword argument 'nonsense'"),
+    ((CountingEnv, 2), {"autoreset": True}, TypeError, "Pass autoreset_mode="),
+    (("CartPole-v1", 2), {"auto_reset": True}, TypeError, "Pass autoreset_mode="),
+    ((CountingEnv, 2), {"autoreset_mod": "SAME_STEP"}, TypeError, "Did you mean 'autoreset_mode'?"),
+    ((CountingEnv, 2), {"num_env": 3}, TypeError, "Did you mean 'num_envs'?"),
+    ((CountingEnv, 2), {"step_timeout": 3}, TypeError, "Pass timeouts=jaxvec.Timeouts"),
+    ((CountingEnv, 2), {"start_method": "fork"}, TypeError, "Workers\\(start_method="),
+    ((CountingEnv, 2), {"daemon": True}, TypeError, "Remove it: workers end with the program"),
 ]
 
 
@@ -315,6 +333,21 @@ BAD = [
 def test_bad_arguments_say_what_to_do(args, kwargs, kind, text):
     with pytest.raises(kind, match=text):
         jaxvec.make(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "note"),
+    [("sizes", "did you mean max_sizes?"), ("reset_option", ""), ("nonsense", "to the env")],
+)
+def test_a_keyword_that_the_env_refuses_gets_a_note(backend, keyword, note):
+    def env(length=3, **kwargs):
+        return CountingEnv(length, **kwargs)
+
+    with pytest.raises((jaxvec.EnvError, TypeError)) as caught:
+        jaxvec.make(env, 1, backend=backend, **{keyword: 1})
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert note in text
+    assert keyword in text
 
 
 def test_an_env_that_cannot_be_pickled_is_refused():

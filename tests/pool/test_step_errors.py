@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import itertools
 import re
+import traceback
+from pathlib import Path
 
 import chex
 import jax
@@ -406,3 +408,66 @@ def test_messages_are_in_our_words_and_short(envs):
     assert "PoolSpec of 3 envs" in repr(handle)
     assert len(repr(handle)) < 300
     assert len(str(mixed.value)) < 2_000
+
+
+# --- Methods and `make` inside of programs ------------------------------------------------------------------
+
+METHODS = {
+    "step": (lambda envs, state, x: envs.step(x), "jaxvec.step(handle, action)"),
+    "send": (lambda envs, state, x: envs.send(x), "jaxvec.send(handle, action, env_id)"),
+    "reset": (lambda envs, state, x: envs.reset(seed=x[0]), "jaxvec.reset(envs, seed=..."),
+    "reset, mask": (lambda envs, state, x: envs.reset(mask=x > 0), "jaxvec.reset(envs, seed=..."),
+    "restore": (lambda envs, state, x: envs.restore(state[x]), "jaxvec.restore(handle, state)"),
+    "simulate": (lambda envs, state, x: envs.simulate(state, x), "jaxvec.simulate(envs, state, action)"),
+    "call": (lambda envs, state, x: envs.call("f", x), "jaxvec.call(handle, name, *args)"),
+    "set_attr": (lambda envs, state, x: envs.set_attr("x", x), "Call it outside jit"),
+    "save": (lambda envs, state, x: envs.save(indices=x), "Call it outside jit"),
+}
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: lambda x: jax.lax.map(f, x[None])])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_in_a_program_names_the_function(make, name, transform):
+    method, inside = METHODS[name]
+    envs = make(CountingEnv, 2, states=4, num_workers=1)
+    envs.reset(seed=0)
+    state = envs.save()
+    state = jaxvec.EnvState(jnp.asarray(state.ids))
+    x = jnp.zeros((2, 2) if transform is jax.vmap else 2, int)
+    with pytest.raises(TypeError, match=rf"VectorEnv.{name.split(',')[0]} got a traced array.*") as caught:
+        transform(lambda x: method(envs, state, x))(x)
+    assert inside in str(caught.value)
+    assert envs.step(np.zeros(2, int)).obs[:, 2].tolist() == [1, 1]
+
+
+def test_make_in_a_program_says_to_make_it_outside(make):
+    def program(x):
+        envs = jaxvec.make(CountingEnv, 1, num_workers=1)
+        return jaxvec.reset(envs)[1].reward + x
+
+    for traced in (jax.jit(program), lambda x: jax.lax.scan(lambda c, _: (program(c)[0], 0), x, None, 2)):
+        with pytest.raises(RuntimeError, match="Make the pool outside: envs = jaxvec.make"):
+            traced(1.0)
+
+    def on_the_host(x):
+        envs = make(CountingEnv, 1, backend="serial")
+        envs.reset()
+        return (x * envs.step(np.zeros(1, int)).reward).sum()
+
+    assert jax.grad(on_the_host)(2.0) == 1
+    assert jax.vmap(on_the_host)(jnp.arange(2.0)).tolist() == [0, 1]
+
+
+def test_errors_of_envs_show_no_frames_of_the_package(make, backend):
+    class Env(CountingEnv):
+        def step(self, action):
+            raise ValueError("no luck")
+
+    envs = make(Env, 1, backend=backend)
+    envs.reset()
+    for call in (lambda: envs.step([0]), lambda: jaxvec.make(CountingEnv, 1, backend=backend, length=3)):
+        with pytest.raises(jaxvec.EnvError) as caught:
+            call()
+        text = "".join(traceback.format_exception(caught.value))
+        folder = str(Path(jaxvec.__file__).parent)
+        assert sum(folder in line for line in text.splitlines()) <= 3
