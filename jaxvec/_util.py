@@ -162,8 +162,17 @@ def dumps(value: Any) -> bytes:
     A traceback from a worker shows source lines by these names. cloudpickle 3.1.3 and later replaces them
     with `<dynamic-code>`.
     """
+    return _dump(value, Pickler)
+
+
+def dumps_for_worker(value: Any) -> bytes:
+    """Pickles a value of the program for workers, as `dumps` does, but without arrays of JAX."""
+    return _dump(value, WorkerPickler)
+
+
+def _dump(value: Any, pickler: type[Pickler]) -> bytes:
     buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
+    pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
@@ -193,6 +202,20 @@ class Pickler(cloudpickle.Pickler):
         if (script := sys.modules.get("__mp_main__")) is not None:  # others can't import it
             cloudpickle.register_pickle_by_value(script)
         super().dump(obj)
+
+
+class WorkerPickler(Pickler):
+    """Pickles for workers, which do not import JAX: JAX arrays become read-only arrays of NumPy.
+
+    Typed PRNG keys become their key data.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        jax: Any = sys.modules.get("jax")
+        if jax is None or not isinstance(obj, jax.Array):
+            return super().reducer_override(obj)
+        data = jax.random.key_data(obj) if jax.dtypes.issubdtype(obj.dtype, jax.dtypes.prng_key) else obj
+        return np.asarray(data).__reduce_ex__(5)
 
 
 # --- Copies of values that are given to several envs ------------------------------------------------------

@@ -24,7 +24,7 @@ from jaxvec._envs.slice import ExportedSlots, RequestName, SlotSettings
 from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
 from jaxvec._spec import KeyPath, PoolSpec
-from jaxvec._util import dumps
+from jaxvec._util import dumps_for_worker
 from jaxvec._workers import foreign
 from jaxvec._workers.base import Slices
 
@@ -137,10 +137,12 @@ class Reply:
     failure: Report | None = None
 
 
-def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
+def pickle_given(
+    value: Any, refuse: Callable[[Exception], TypeError], dump: Callable[[Any], bytes] = dumps_for_worker
+) -> bytes:
     """Pickles a value of the user, or raises the error that `refuse` makes of the cause."""
     try:
-        pickled: bytes = dumps(value)
+        pickled = dump(value)
     except MemoryError:
         raise
     except Exception as error:

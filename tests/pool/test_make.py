@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -333,6 +334,47 @@ BAD = [
 def test_bad_arguments_say_what_to_do(args, kwargs, kind, text):
     with pytest.raises(kind, match=text):
         jaxvec.make(*args, **kwargs)
+
+
+class Holder(CountingEnv):
+    """An env that keeps values, as a list of what they are in its process."""
+
+    def __init__(self, *values, **others):
+        super().__init__()
+        self.values = [*values, *others.values()]
+
+    def kinds(self, *more):
+        return "jax" in sys.modules, [(type(each).__name__, each) for each in [*self.values, *more]]
+
+
+def test_jax_arrays_in_constructors_are_numpys_in_workers(make):
+    table, key, half = jnp.arange(6).reshape(2, 3), jax.random.key(7), jnp.ones(2, jnp.bfloat16)
+    tree = {"a": [table, table], "scalar": jnp.float32(2.5)}
+
+    def closure(default=table):
+        return Holder(default, tree["a"][0], tree["a"][1], tree["scalar"], key, half)
+
+    data = np.asarray(jax.random.key_data(key))
+    values = [table, table, table, np.float32(2.5), data, half]
+    for env, options, expected in (
+        (closure, {}, values),
+        (partial(Holder, table, other=key), {}, [table, data]),
+        (Holder, {"table": table, "tree": [half]}, [table, [half]]),
+        (Holder, {"env_configs": [{"table": table}, {"key": key}]}, [table]),
+    ):
+        envs = make(env, 2, num_workers=2, **options)
+        imported, kinds = envs.call("kinds", table, indices=[0])[0]
+        assert not imported
+        for (kind, value), other in zip(kinds, [*expected, table], strict=True):
+            kind, value, other = ("ndarray", value[0], other[0]) if kind == "list" else (kind, value, other)
+            assert kind == "ndarray"
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(other))
+            assert value.dtype == np.asarray(other).dtype
+    assert envs.map(lambda env: env.values[0].tolist(), indices=[1]) == (data.tolist(),)
+    envs.set_attr("values", [[table], [table]])
+    assert envs.map(lambda env: type(env.values[0]).__name__) == ("ndarray",) * 2
+    envs.reset(options={"table": table})
+    assert not envs.map(lambda env: "jax" in sys.modules)[0]
 
 
 @pytest.mark.parametrize(

@@ -803,7 +803,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
         here = versions()["jaxvec"], {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
         program = Program(rollout, env, num_envs, seed, options, save_states, *here)
-        pickled = pickle_given(program, _refuse)
+        pickled = pickle_given(program, _refuse, dumps)
         ray = cluster.connect(ray_options, timeouts.start).ray
         nodes.check_place(ray, ray_options.of_actor())
         self._max_lag = max_lag
