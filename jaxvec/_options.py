@@ -299,7 +299,8 @@ class Timeouts:
     `None` and `float("inf")` mean no limit.
 
     Attributes:
-        start: Limit for the start of the workers and their envs, and for each later replacement of a worker.
+        start: Limit for the start of a worker with its first env, and for each further env that it builds;
+            also for a worker that replaces another.
         reset: Limit for a reset.
         step: Limit for a step.
 

@@ -132,6 +132,7 @@ def build_env(
     *,
     use: str | None = None,
     others: Iterable[tuple[str | int, Any]] = (),
+    report: Callable[[int], None] = lambda count: None,
 ) -> list[Any]:
     """Builds the envs from slot `first` on. If one fails, closes the others.
 
@@ -140,6 +141,7 @@ def build_env(
     Args:
         use: Use of the new envs, for errors, if they get no slot.
         others: Use or first slot of each env that exists already. No new env may be one of them.
+        report: Called with the number of envs that are built, after each.
 
     Raises:
         EnvFailure: A constructor raised, or did not return a new env.
@@ -156,6 +158,7 @@ def build_env(
                 _check_kind(env, size)
                 _check_distinct(env, use or env_id, known)
             envs.append(env)
+            report(len(envs) * (size or 1))
         except BaseException as error:
             if isinstance(error.__cause__, gymnasium.error.UnregisteredEnv):
                 cast("EnvFailure", error).advice = _UNREGISTERED

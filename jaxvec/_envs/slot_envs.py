@@ -186,13 +186,24 @@ class Spares:
         """The envs, each with its use in words."""
         return [(_SPARE, env) for env in self.envs]
 
-    def build(self, count: int, env_fns: Sequence[EnvFn], first: int, envs: Sequence[Env]) -> None:
-        """Builds `count` envs with the functions of the envs `first`, `first + 1`, …, in turn."""
+    def build(
+        self,
+        count: int,
+        env_fns: Sequence[EnvFn],
+        first: int,
+        envs: Sequence[Env],
+        report: Callable[[int], None],
+    ) -> None:
+        """Builds `count` envs with the functions of the envs `first`, `first + 1`, …, in turn.
+
+        Calls `report` after each with the number of all envs, with `envs`.
+        """
         for i in range(count):
             which = i % len(env_fns)
             others = [*enumerate(envs, first), *self.named]
             (env,) = build_env([env_fns[which]], first + which, use=_SPARE, others=others)
             self._queue.append(Spare(env))
+            report(len(envs) + len(self._queue))
 
     def reseed(self, seed: int) -> None:
         """Derives a new seed for each env, and discards the results of resets in advance."""

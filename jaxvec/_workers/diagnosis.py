@@ -46,6 +46,8 @@ class Diagnosis:
         self._slices, self.processes, self._recovers = slices, processes, recovers
         self.action: Any = None  # action space
         self.arrays: Arrays | None = None  # of the segment, while the workers serve
+        # Number of built envs, and of all with spare ones, by worker that starts. Guarded by `polling`.
+        self.built: dict[int, tuple[int, int]] = {}
 
     def name(self, worker: int) -> str:
         return name_worker(worker, self._slices[worker])
@@ -86,6 +88,7 @@ class Diagnosis:
         where = place and f": it is {place}"
         return EnvTimeoutError(
             f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}"
+            + self._describe_built([worker])
             + self._describe_stacks([worker]),
             env_ids=tuple(range(*self._slices[worker])),
         )
@@ -110,7 +113,12 @@ class Diagnosis:
         else:  # a remote worker may be slow because of its node
             places = [f"worker {each} {it}" for each in workers if (it := self.processes[each].place)]
             activity += f" ({', '.join(places)} has not answered)" if places else ""
+        activity += self._describe_built(workers)
         advice = f"Raise Timeouts({_TIMEOUT_FIELDS.get(limits.name, 'step')}=...)"
+        if limits.name == "constructor":
+            advice += ", which limits the start of each env"
+            if len(self._slices) < self._slices[-1][1]:
+                advice += f", or num_workers ({len(self._slices)}), so that each worker builds fewer envs"
         if not self._recovers and self.arrays is not None:
             advice += ', or use on_fault="restart"'
         return EnvTimeoutError(
@@ -118,6 +126,12 @@ class Diagnosis:
             + self._describe_stacks(workers),
             env_ids=env_ids,
         )
+
+    def _describe_built(self, workers: Sequence[int]) -> str:
+        """Returns how far workers that start have come, for the middle of a message."""
+        built = [(each, *self.built[each]) for each in workers if each in self.built]
+        texts = [f"worker {each} has built {count} of {total} envs" for each, count, total in built]
+        return f"; {', '.join(texts)}" if texts else ""
 
     def _describe_stacks(self, workers: Sequence[int]) -> str:
         """Returns the stacks of workers that are late, for the end of a message. Those to be replaced end."""

@@ -65,6 +65,14 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Built:
+    """Report of the worker that it has built one more env, of all of its envs and spare envs."""
+
+    count: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Ready:
     """Report of the worker that its envs are built; `description` is a cloudpickled `Description`."""
 

@@ -3,7 +3,7 @@
     ProcessWorkers (process.py)   waits for envs, and calls their methods
       -> Supervisor               -> Launcher (fork.py, spawn.py) starts a worker
       -> control socket           Setup, Attach, Request, Recover
-      -> worker.py                -> control socket: Ready, Reply, failure reports, end of file
+      -> worker.py                -> control socket: Built, Ready, Reply, failure reports, end of file
 
 Step results do not pass through here: workers mark their slots in the segment as completed.
 """
@@ -117,6 +117,7 @@ class Supervisor:
         # Every timeout counts from here, in time.monotonic() seconds, if its operation is older: the time of
         # a recovery is not charged to other operations. Guarded by `polling`.
         self._grace = -math.inf
+        self._built_at: dict[int, float] = {}  # likewise, of a worker's last built env
         self.diagnosis = Diagnosis(recipe.slices, self._processes, recovers=budget.policy is not None)
         self._segment = -1
         self._ending = False  # `kill` or `close` was called, in any thread; set once
@@ -136,6 +137,7 @@ class Supervisor:
         limits = WaitLimits("constructor", self._recipe.config.timeouts.start, interrupts.since_now())
         setup = partial(protocol.make_setup, self._recipe, learn_info=learn_info)
         replies = self._exchange(range(len(self._processes)), setup, limits)
+        self.diagnosis.built.clear()
         descriptions = [pickle.loads(ready.description) for ready in replies.values()]
         self._description = descriptions[0]
         for worker, description in enumerate(descriptions):
@@ -278,15 +280,20 @@ class Supervisor:
                     elif worker in replies:
                         del self._requested[worker]
                 self._request_exports(limits.late(self._grace))
-                late = [worker for worker in missing if worker in self._requested]
+                late = [
+                    worker
+                    for worker in missing
+                    if worker in self._requested and self.time_left(limits, worker) <= 0
+                ]
                 # A message may have come from a recovery, which extends the time.
-                if late and not received and self.time_left(limits) <= 0:
+                if late and not received:
                     self.time_out(limits, late)
         return {worker: replies[worker] for worker in workers}
 
     def _sleep(self, workers: Collection[int], limits: WaitLimits) -> None:
         """Waits for a message from one of these workers, but never long enough to miss a death."""
-        self._make_poll(workers).poll(min(self.time_left(limits), DEATH_CHECK_INTERVAL) * 1000)
+        seconds = max(self.time_left(limits, worker) for worker in workers)
+        self._make_poll(workers).poll(min(seconds, DEATH_CHECK_INTERVAL) * 1000)
 
     def _unpickle(self, worker: int, name: str, reply: protocol.Reply | JaxvecError) -> Any:
         if isinstance(reply, JaxvecError):
@@ -304,9 +311,13 @@ class Supervisor:
 
     # --- Polling -------------------------------------------------------------------------------------------
 
-    def time_left(self, limits: WaitLimits) -> float:
-        """Returns the seconds until an operation times out, or until its caller gives up."""
-        return min(time_left(limits.late(self._grace)), time_left(limits.give_up))
+    def time_left(self, limits: WaitLimits, worker: int | None = None) -> float:
+        """Returns the seconds until an operation of a worker times out, or until its caller gives up."""
+        return min(time_left(self._late(limits, worker)), time_left(limits.give_up))
+
+    def _late(self, limits: WaitLimits, worker: int | None) -> float | None:
+        built_at = -math.inf if worker is None else self._built_at.get(worker, -math.inf)
+        return limits.late(max(self._grace, built_at))
 
     def polling(self) -> AbstractContextManager[None]:
         """Holds the lock under which a thread may call `poll`, `time_out` and `replace`."""
@@ -327,7 +338,6 @@ class Supervisor:
         `only` are the workers to look at, if not all.
         """
         limits.check()
-        deadline = limits.late(self._grace)
         received: list[tuple[int, Any]] = []
         others = self._requested.keys() - requested  # their sockets are read by other threads
         if only is not None:
@@ -335,8 +345,11 @@ class Supervisor:
         readable = [worker for worker in self._readable(self._poll_object, seconds) if worker not in others]
         for worker in readable:
             try:
+                deadline = self._late(limits, worker)
                 message = self.channels[worker].receive(deadline)
-                if isinstance(message, protocol.Retire):
+                if isinstance(message, protocol.Built):
+                    self._note_built(worker, message)
+                elif isinstance(message, protocol.Retire):
                     self._retiring[worker] = message
                 elif isinstance(message, failures.Report) and message.operation == "close":
                     _logger.warning("%s", failures.to_error(message, worker=worker))
@@ -362,7 +375,7 @@ class Supervisor:
             if start_deadline is not None and time.monotonic() >= start_deadline:
                 timeout = self._recipe.config.timeouts.start
                 self.replace(worker, self.diagnosis.late_start_error(worker, timeout))
-        self._request_exports(deadline)
+        self._request_exports(limits.late(self._grace))
         return received
 
     def collect_errors(
@@ -431,6 +444,7 @@ class Supervisor:
     def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
         """Kills a worker, and starts a new process. Raises `error` if that fails."""
         self._check_open()
+        self.diagnosis.built.pop(worker, None)
         processes, channels = self._processes, self.channels  # `close` takes other lists
         old = processes[worker]
         old.end()
@@ -531,12 +545,20 @@ class Supervisor:
         self._reset_clocks()
         return deadline
 
+    def _note_built(self, worker: int, message: protocol.Built) -> None:
+        """Gives a starting worker all of `Timeouts.start` for its next env."""
+        self.diagnosis.built[worker] = message.count, message.total
+        self._built_at[worker] = time.monotonic()
+        if worker in self.starting:
+            self._extend_start(worker)
+
     def _continue_start(self, worker: int, message: Any, deadline: float | None) -> None:
         """Handles the two messages of a starting worker: its envs are built, and it serves."""
         if isinstance(message, ExportedSlots):
             self._recycle(worker, message)
             return
         if isinstance(message, protocol.Ready):
+            self.diagnosis.built.pop(worker, None)
             self._merge_spaces(worker, pickle.loads(message.description))
             arrays = self.diagnosis.arrays
             assert arrays is not None

@@ -1,7 +1,8 @@
 """A worker process: its start, and the loop that steps its envs.
 
-A worker receives `Setup` and builds its envs, replies `Ready`, receives `Attach` with the segment, and then
-serves until end of file: `Work` from the dispatch, and `Request` from the control socket.
+A worker receives `Setup`, builds its envs and sends `Built` after each. It replies `Ready`, receives `Attach`
+with the segment, and then serves until end of file: `Work` from the dispatch, and `Request` from the control
+socket.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxvec._util import add_note, dumps
 from jaxvec._workers import stacks
 from jaxvec._workers.base import worker_end
 from jaxvec._workers.output import tag_lines
-from jaxvec._workers.protocol import Attach, Closed, Ready, Reply, Request, Retire, Setup
+from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Retire, Setup
 
 # --- Limits of the worker's age ---------------------------------------------------------------------------
 
@@ -141,7 +142,12 @@ def run_worker(channel: Channel) -> None:
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
             with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
                 Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit
-            envs, spares = build_env(env_fns, setup.first, size), Spares()
+            total = len(env_fns) * (size or 1) + config.spare_envs
+
+            def report_built(count: int) -> None:
+                channel.send(pickle.dumps(Built(count, total)))  # faster than by cloudpickle
+
+            envs, spares = build_env(env_fns, setup.first, size, report=report_built), Spares()
 
             def report_closed(env_ids: range) -> None:
                 with suppress(EOFError):  # the parent has ended
@@ -150,7 +156,7 @@ def run_worker(channel: Channel) -> None:
             exported: ExportedSlots | None = None
             try:
                 with _reporting(channel):
-                    spares.build(config.spare_envs, env_fns, setup.first, envs)
+                    spares.build(config.spare_envs, env_fns, setup.first, envs, report=report_built)
                     description = describe(
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )

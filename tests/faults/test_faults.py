@@ -558,6 +558,22 @@ def test_a_call_to_a_stopped_worker_times_out(make, size, dispatch):
 # --- Constructors -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{}, {"spare_envs": 2}, {"envs_per_instance": 1}], ids=str)
+def test_the_limit_of_a_start_counts_for_each_env(make, options):
+    class Slow(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            threading.Event().wait(2)
+
+    def batched():
+        return gymnasium.vector.SyncVectorEnv([Slow])
+
+    env = batched if "envs_per_instance" in options else Slow
+    make(CountingEnv, 1).close()  # the start of a fork server would take of the time, too
+    envs = make(env, 1 if "spare_envs" in options else 3, num_workers=1, start_timeout=5, **options)
+    envs.reset()
+
+
 def test_a_slow_constructor_and_a_slow_reset_time_out(make, new_workers):
     def slow(env_id):
         if env_id == 3:
@@ -565,8 +581,12 @@ def test_a_slow_constructor_and_a_slow_reset_time_out(make, new_workers):
         return CountingEnv()
 
     make(CountingEnv, 1).close()  # the start of a fork server would take of the time, too
-    with pytest.raises(jaxvec.EnvTimeoutError, match=r"constructor timed out after 4 s.* envs 2, 3"):
-        make(slow, 4, start_timeout=4)
+    text = (
+        r"constructor timed out after 4 s.* envs 2, 3; worker 1 has built 1 of 3 envs\. "
+        r"Raise Timeouts\(start=...\), .* or num_workers \(2\)"
+    )
+    with pytest.raises(jaxvec.EnvTimeoutError, match=text):
+        make(slow, 4, num_workers=2, start_timeout=4, spare_envs=1)
     assert new_workers() == []
     envs = make(failing("reset", signal.pause, victim=0), 2, num_workers=2, reset_timeout=1.0)
     with pytest.raises(
