@@ -1,4 +1,4 @@
-"""Small helpers: usable cores, install commands, calls in a thread, pickling and copies."""
+"""Small helpers: usable cores, free memory, install commands, calls in a thread, pickling and copies."""
 
 from __future__ import annotations
 
@@ -49,6 +49,47 @@ def _cpu_quotas(proc: Path) -> Iterator[float]:
                 quota, period = ((each / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             if int(quota) > 0:  # -1: none
                 yield int(quota) / int(period)
+
+
+def free_memory(proc: str = "/proc/self") -> int | None:
+    """Returns the bytes of memory and swap that this process can get; `None` if that is unknown.
+
+    It counts caches as free, which the kernel can drop. The memory of a cgroup and of its parents is limited,
+    too.
+
+    Args:
+        proc: Folder of this process in procfs.
+    """
+    machine = _numbers_of(Path(proc).parent / "meminfo")
+    if (available := machine.get("MemAvailable:")) is None:
+        return None
+    swap = machine.get("SwapFree:", 0)
+    groups = [free for group in _cgroups(Path(proc), "memory") for free in _free_in(group)]
+    return min([available, *groups]) + swap
+
+
+def _free_in(group: Path) -> Iterator[int]:
+    """Yields the memory that is left of the limit of a cgroup, if it has one."""
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # another version, or "max"
+            most, used = (int((group / name).read_text()) for name in (limit, usage))
+            stat = _numbers_of(group / "memory.stat")
+            cached = (
+                stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file")
+            )
+            yield max(most - used + sum(cached), 0)
+
+
+def _numbers_of(file: Path) -> dict[str, int]:
+    """Returns the numbers of a file with a name and a number per line, in bytes; empty without the file."""
+    found: dict[str, int] = {}
+    with suppress(OSError):
+        for name, number, *unit in map(str.split, file.read_text().splitlines()):
+            found[name] = int(number) * (1024 if unit == ["kB"] else 1)
+    return found
 
 
 def _cgroups(proc: Path, controller: str) -> Iterator[Path]:

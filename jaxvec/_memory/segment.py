@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._spec import KeyPath, PoolSpec
+from jaxvec._spec import KeyPath, PoolSpec, format_path
+from jaxvec._util import free_memory
 
 # --- Raw infos: the segment holds only their kind, and the parent requests the `FULL` ones from workers
 
@@ -223,8 +224,11 @@ def create_segment(layout: Layout, *, sparse: bool = False) -> int:
     the process.
 
     Raises:
+        MemoryError: The first part is larger than the free memory, and not `sparse`.
         OSError: No memory or no file descriptor is left.
     """
+    if not sparse:
+        _check_fits(layout)
     fd = _create_memory()
     try:
         # With ftruncate alone, a process would be killed if memory runs out when it touches a page.
@@ -239,6 +243,21 @@ def create_segment(layout: Layout, *, sparse: bool = False) -> int:
     return fd
 
 
+def _check_fits(layout: Layout) -> None:
+    """Raises `MemoryError` if the first part does not fit the free memory; Linux would kill this process."""
+    free = free_memory()
+    if free is None or layout.present <= free:
+        return
+    fields = (field for field in layout.fields if field.offset < layout.present)
+    largest = max(fields, key=lambda field: field.nbytes)
+    raise MemoryError(
+        f"the pool needs {layout.present / 1e9:.1f} GB of memory for {layout.num_envs} envs, but "
+        f"{free / 1e9:.1f} GB are free. The largest array is {format_path(largest.path)}, "
+        f"{largest.dtype}{list(largest.shape)} of {largest.nbytes / 1e9:.1f} GB; make fewer envs or smaller "
+        "observations, lower max_sizes, or pass final_obs=False"
+    )
+
+
 def attach_segment(fd: int, layout: Layout) -> Arrays:
     """Maps a segment and returns its arrays, which keep the mapping alive, and new arrays of objects."""
     buffer = memoryview(mmap.mmap(fd, layout.nbytes))
@@ -248,7 +267,11 @@ def attach_segment(fd: int, layout: Layout) -> Arrays:
 
 def private_segment(layout: Layout) -> Arrays:
     """Returns the arrays of a layout in memory that is private to this process."""
-    return attach_segment(-1, layout)  # -1 maps anonymous memory
+    try:
+        return attach_segment(-1, layout)  # -1 maps anonymous memory, which is allocated when it is touched
+    except OSError:
+        _check_fits(layout)
+        raise
 
 
 def whole_segment(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:

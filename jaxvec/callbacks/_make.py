@@ -242,6 +242,7 @@ def make(
         SpaceMismatchError: The envs' spaces differ in more than bounds of observations.
         EnvError: A constructor or `Workers(init=...)` raised. The message names the env or worker.
         WorkerDiedError, EnvTimeoutError: A worker died, or was not ready in time.
+        MemoryError: The pool is larger than the free memory.
         ValueError, TypeError: An argument is invalid.
 
     Example:

@@ -1,13 +1,15 @@
-"""Usable cores: the CPU affinity, and the CPU quotas of cgroups, whose files the tests write."""
+"""Usable cores and free memory, with the limits of cgroups, whose files the tests write."""
 
 from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 import jaxvec
-from jaxvec._util import usable_cores
+from jaxvec._util import free_memory, usable_cores
 from jaxvec._workers import process
 from jaxvec.testing import CountingEnv
 
@@ -20,7 +22,7 @@ def machine(tmp_path, monkeypatch):
     filesystem type and its options; files of these hierarchies, by path below `tmp_path`.
     """
 
-    def machine(cgroup, mounts, files, cores=16):
+    def machine(cgroup, mounts, files, cores=16, read=usable_cores):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
         proc = tmp_path / "proc"
         proc.mkdir()
@@ -34,7 +36,7 @@ def machine(tmp_path, monkeypatch):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return usable_cores(str(proc))
+        return read(str(proc))
 
     return machine
 
@@ -111,3 +113,72 @@ def test_default_of_num_workers_follows_quota(machine, monkeypatch, quota, num_w
     monkeypatch.setattr(process, "usable_cores", lambda: cores)
     with jaxvec.make(CountingEnv, 3) as envs:
         assert len(envs.stats().workers) == num_workers
+
+
+# --- Free memory -----------------------------------------------------------------------------------------
+
+MEMINFO = "MemTotal: 9000 kB\nMemAvailable: 8000 kB\nHugePages_Total: 0\nSwapFree: {swap} kB\n"
+STAT = "anon 3\nactive_file 1000\ninactive_file 24\nshmem 9\n"
+
+
+@pytest.mark.parametrize("swap", [0, 1000])
+def test_free_memory_is_that_of_the_machine_and_its_swap(machine, swap):
+    files = {"meminfo": MEMINFO.format(swap=swap), "fs/job/memory.max": "max", "fs/job/memory.current": "5"}
+    assert machine("0::/job\n", V2, files, read=free_memory) == (8000 + swap) * 1024
+
+
+def test_free_memory_is_that_of_the_smallest_cgroup(machine):
+    files = {
+        "meminfo": MEMINFO.format(swap=0),
+        "fs/a/memory.max": "100000",
+        "fs/a/memory.current": "70000",
+        "fs/a/memory.stat": STAT,
+        "fs/a/b/memory.max": "90000",
+        "fs/a/b/memory.current": "50000",
+    }
+    assert machine("0::/a/b\n", V2, files, read=free_memory) == 100_000 - 70_000 + 1024
+
+
+def test_free_memory_of_cgroup_v1(machine):
+    mounts = [("/", "cpu", "cgroup", "rw,cpu"), ("/", "memory", "cgroup", "rw,memory")]
+    files = {
+        "meminfo": MEMINFO.format(swap=0),
+        "memory/job/memory.limit_in_bytes": "100000",
+        "memory/job/memory.usage_in_bytes": "70000",
+        "memory/job/memory.stat": "active_file 1\ntotal_active_file 500\ntotal_inactive_file 12\n",
+    }
+    assert machine("4:memory:/job\n2:cpu:/\n", mounts, files, read=free_memory) == 30_512
+
+
+def test_free_memory_may_be_unknown(tmp_path):
+    assert free_memory(str(tmp_path / "self")) is None
+    assert free_memory() > 0
+
+
+def test_a_pool_larger_than_the_free_memory_is_refused():
+    class Env(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.Dict(small=spaces.Discrete(2), huge=spaces.MultiBinary(2**42))
+
+    text = r"needs 17592\.2 GB of memory for 2 envs, but [\d.]+ GB are free\. .*obs\['huge'\], int8\[2, "
+    with pytest.raises(MemoryError, match=text):
+        jaxvec.make(Env, 2)
+    with pytest.raises(MemoryError, match=r"needs 8796\.1 GB"):
+        jaxvec.make(Env, 2, final_obs=False)
+    with pytest.raises(MemoryError):  # by the mapping, or by NumPy if the kernel grants it
+        jaxvec.make(Env, 2, backend="serial")
+
+
+def test_the_memory_of_saved_states_may_be_larger(make):
+    class Env(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.MultiBinary(2**20)
+
+        def _observe(self, action):
+            return np.zeros(2**20, np.int8)
+
+    envs = make(Env, 1, states=2**20, final_obs=False)  # 1 TB
+    envs.reset()
+    assert not envs.restore(envs.save()).obs.any()
