@@ -99,7 +99,8 @@ def declared(env: Any, name: str) -> Any:
 
 
 def declares(env: Any, name: str) -> bool:
-    return declared(env, name) is not None
+    """Returns True for an attribute of `declared`, also for a property that raises."""
+    return hasattr(type(env), name) or declared(env, name) is not None
 
 
 def layers_of(env: Any) -> list[Any]:
