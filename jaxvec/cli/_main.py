@@ -663,8 +663,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after `python -m jaxvec`; by default those of this process.
     """
-    options = _parser().parse_args(argv)
-    command: Command = options.command
+    parser = _parser()
+    options = parser.parse_args(argv)
+    command: Command | None = options.command
+    if command is None:
+        parser.print_help(sys.stderr)
+        sys.exit(USAGE)
     try:
         with _stdout_to_stderr():
             outcome = command.run(options)
@@ -694,7 +698,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Another command, worker, serves envs of remote pools: see its --help.\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"jaxvec {jaxvec.__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(
             command.name,

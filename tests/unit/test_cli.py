@@ -381,6 +381,18 @@ def test_what_can_not_be_done_is_told_in_a_line(run, command, words, said):
     assert err.count("\n") == 1
 
 
+def test_no_command_prints_the_help_and_version_the_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    help_text = capsys.readouterr().err
+    assert all(f"\n    {command.name} " in help_text for command in COMMANDS)
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"jaxvec {jaxvec.__version__}\n"
+
+
 @pytest.mark.parametrize(
     "words",
     [
