@@ -62,7 +62,7 @@ class ServerEnvs(VectorEnv[Any, Any, Any]):
         restart: Seconds in which a lost env has to be reset, for example while the server restarts.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012  # as in Gymnasium
+    metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012  # as in Gymnasium
 
     def __init__(
         self,
@@ -73,10 +73,11 @@ class ServerEnvs(VectorEnv[Any, Any, Any]):
         deadline: float = 10.0,
         restart: float = 60.0,
     ) -> None:
-        self.single_observation_space, self.single_action_space = observation_space, action_space
-        self.observation_space = batch_space(observation_space, num_envs)
-        self.action_space = batch_space(action_space, num_envs)
-        self.num_envs = num_envs
+        self.single_observation_space: Space[Any] = observation_space
+        self.single_action_space: Space[Any] = action_space
+        self.observation_space: Space[Any] = batch_space(observation_space, num_envs)
+        self.action_space: Space[Any] = batch_space(action_space, num_envs)
+        self.num_envs: int = num_envs
         self._connect, self._deadline, self._restart = connect, deadline, restart
         self._clients: dict[int, Client] = {}  # those that are connected
         self._closing: set[asyncio.Task[None]] = set()
