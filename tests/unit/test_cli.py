@@ -576,7 +576,7 @@ def test_a_reader_that_has_enough_is_no_error():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("program", ["data_parallel", "impala_ray", "ppo_mujoco", "server_envs"])
+@pytest.mark.parametrize("program", ["data_parallel", "impala", "plr", "server_envs"])
 def test_new_copies_any_program(program, tmp_path, monkeypatch):
     """The copy runs from a folder of its own: it shows its options."""
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,8 @@ class HostsBackend(Backend):
             raise ValueError(
                 "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
             )
-        reject("needs workers on this machine", {"record_faults": config.record_faults})
+        rejected = {"workers on other machines": config.record_faults is not None}
+        reject("does not go with record_faults; remove one of them", rejected)
         if config.states.max and config.reset_options is not None:
             raise ValueError(
                 "reset_options and states can be combined only with workers on this machine: on others, a "
