@@ -140,7 +140,7 @@ def test_a_copy_in_an_empty_folder_ends_by_a_signal(name):
     """A copy needs none of the other files, and writes its folder when it is interrupted."""
     needed = {"ppo_atari": "ale_py", "ippo": "mpe2"}.get(name, "jax")
     pytest.importorskip(needed, reason=f"the extra families has {needed}")
-    source = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    source = Path(dqn.__file__).with_name(f"{name}.py")
     Path("my_program.py").write_text(source.read_text())
     words = [
         sys.executable,
