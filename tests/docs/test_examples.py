@@ -187,7 +187,7 @@ def test_programs_film_envs_while_they_train(name, options, monkeypatch):
     monkeypatch.setattr(ppo_atari, "NatureNetwork", TinyNetwork)
     options += "" if name == "plr" else " --num-steps 30"  # its updates have the length of an episode
     words = f"--num-envs 4 --num-workers 2 --total-steps 240 --video 1 --name a {options}"
-    importlib.import_module(name).main(words.split())
+    importlib.import_module(f"jaxvec.examples.{name}").main(words.split())
     assert Path("runs/a/videos/env_0-episode-0.mp4").stat().st_size > 0
     assert {path.name.partition("-")[0] for path in Path("runs/a/videos").iterdir()} == {"env_0"}
 

@@ -206,7 +206,9 @@ def test_plrs_workers_do_not_import_jax():
 
 @pytest.mark.slow
 def test_ippo_masks_agents_that_left():
-    ippo = pytest.importorskip("ippo", reason="PettingZoo is not installed", exc_type=ImportError)
+    ippo = pytest.importorskip(
+        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
+    )
     from support import leaving_agents
 
     config = ippo.Config(num_envs=2, num_steps=8, num_minibatches=1)
@@ -246,7 +248,9 @@ LEAVING = "--env support.leaving_agents --num-envs 8 --num-workers 1 --num-steps
 
 @pytest.mark.slow
 def test_ippo_learns():
-    ippo = pytest.importorskip("ippo", reason="PettingZoo is not installed", exc_type=ImportError)
+    ippo = pytest.importorskip(
+        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
+    )
     run = ippo.main([*LEAVING.split(), "--total-steps", "4000"])
     assert run.env_steps == 4096
     assert run.metrics()["episode_return"][0] < 2  # of 10 / 3, by chance 1.1
@@ -255,7 +259,9 @@ def test_ippo_learns():
 
 @pytest.mark.nightly
 def test_ippo_resumed_equals_an_uninterrupted_run():
-    ippo = pytest.importorskip("ippo", reason="PettingZoo is not installed", exc_type=ImportError)
+    ippo = pytest.importorskip(
+        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
+    )
     words = [*LEAVING.split(), "--total-steps", "900", "--save-every", "2", "--name"]
     assert ippo.main([*words, "whole"]).env_steps == 1024
     assert ippo.main([*words, "half", "--stop-at=-1e9"]).env_steps < 1024
@@ -268,6 +274,8 @@ def test_ippo_resumed_equals_an_uninterrupted_run():
 
 
 def test_ippo_names_the_module_that_is_missing():
-    ippo = pytest.importorskip("ippo", reason="PettingZoo is not installed", exc_type=ImportError)
+    ippo = pytest.importorskip(
+        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
+    )
     with pytest.raises(SystemExit, match=r"--env no_module.env: No module named 'no_module'"):
         ippo.main(["--env", "no_module.env"])
