@@ -303,8 +303,11 @@ def merge(spaces: EnvSpaces, others: EnvSpaces, env_id: int, *, equal: bool) -> 
     for name in ("observation", "action", "reward"):
         expected, actual = getattr(spaces, name), getattr(others, name)
         exact = equal or name == "action"
+        if expected is actual:  # a class attribute; comparing large boxes is slow
+            merged[name] = expected
+            continue
         merged[name] = union(expected, actual) if not exact else expected if expected == actual else None
-        if merged[name] is None and expected is not actual:
+        if merged[name] is None:
             return (
                 f"env {env_id} has {name} space {actual}, but the envs before it have {expected}; all envs "
                 f"of a pool need {name} spaces of the same {'bounds, ' if exact else ''}shapes and dtypes"
