@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import NO_SEED
-from jaxvec._envs.envs import Env, EnvFailure, EnvFn
+from jaxvec._envs.envs import Env, EnvFailure, EnvFn, declared
 from jaxvec._errors import ActionError
 from jaxvec._memory.rows import InvalidValue, reader, writer
 from jaxvec._memory.segment import Arrays, Index
@@ -92,9 +91,9 @@ class FlightRecorder:
     def begin(self, index: int, env: Env, seed: int | None, options: dict[str, Any] | None) -> None:
         """Records that an env is about to be reset."""
         known, base, generator, memory = self._generators[index]
-        if known is not env or getattr_static(base, "_np_random", None) is not generator:
+        if known is not env or declared(base, "_np_random") is not generator:
             base = env.unwrapped
-            generator = getattr_static(base, "_np_random", None)
+            generator = declared(base, "_np_random")
             memory = _memory_of(generator)
             self._generators[index] = env, base, generator, memory
         begin = self._begins[index]
