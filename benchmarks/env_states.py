@@ -25,7 +25,8 @@ import gymnasium
 import numpy as np
 
 import jaxvec
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._extensions.states.env_states import StatefulEnv
+from jaxvec._extensions.states.proof import prove
 from jaxvec.adapters.replay import ReplayEnv
 
 _ACTIONS = np.arange(64) % 2
@@ -103,7 +104,7 @@ def _verify_families() -> None:
         try:
             stateful = StatefulEnv(env)
             env.reset(seed=0)
-            stateful.verify()
+            prove(stateful)
         except jaxvec.EnvStateError as error:
             result = "refused" if "cannot save" in str(error) else "not reproduced"
             print(f"{family}: {getattr(env.unwrapped.spec, 'id', env)}: {error}"[:250], flush=True)

@@ -27,7 +27,8 @@ import jax
 import numpy as np
 
 import jaxvec
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._extensions.states.env_states import StatefulEnv
+from jaxvec._extensions.states.proof import prove
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RESULTS = DOCS / "envs.json"
@@ -286,7 +287,7 @@ def states(family: Family) -> str:
         try:
             stateful = StatefulEnv(env)
             env.reset(seed=0)
-            stateful.verify()
+            prove(stateful)
             return result
         except (jaxvec.EnvStateError, TypeError) as error:
             sys.stderr.write(f"{family.name}: {error}\n"[:300])

@@ -28,7 +28,7 @@ from gymnasium.utils import EzPickle
 
 import jaxvec
 from benchmarks.__main__ import machine
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._extensions.states.env_states import StatefulEnv
 
 _ENVS = "CartPole-v1", "minigrid:MiniGrid-DoorKey-8x8-v0", "HalfCheetah-v5", "ale_py:ALE/Breakout-v5"
 

@@ -434,7 +434,7 @@ def recovery(rounds: int) -> Iterator[str]:
             ) as envs,
         ):
             envs.reset()
-            busy = {remote.place for remote in pool_of(envs)._workers.supervisor._processes}
+            busy = {remote.place for remote in pool_of(envs).workers.supervisor._processes}
             envs.step(np.zeros(8, int))
             victim = next(
                 node for node in nodes.worker_nodes if any(node.node_id[:12] in place for place in busy)

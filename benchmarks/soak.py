@@ -370,7 +370,7 @@ def run(config, seconds, mean, deaths):
                 if config.backend == "hosts":
                     random.choice(hosts.processes).kill()
                     continue
-                workers = pool_of(envs)._workers.supervisor._processes
+                workers = pool_of(envs).workers.supervisor._processes
                 with suppress(ProcessLookupError):  # the worker has exited already
                     os.kill(random.choice(workers).pid, signal.SIGKILL)
 

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -23,12 +25,37 @@ from jaxvec._settings import Config, check_choice, config
 from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
 
 if TYPE_CHECKING:
+    from jaxvec._envs.env_slice import EnvSlice
+    from jaxvec._envs.extension import SliceExtension
+    from jaxvec._memory.segment import Arrays, ArrayType
+    from jaxvec._pool.extension import PoolExtension
+    from jaxvec._pool.pool import Pool
+    from jaxvec._spec import PoolSpec
     from jaxvec._workers.backend import Backend
 
 
 def check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+# --- Subsystems beside the core --------------------------------------------------------------------------
+
+
+class Extension(ABC):
+    """A subsystem of a pool beside the core. `PoolConfig.extensions` makes it from the user's options."""
+
+    def arrays(self, spec: PoolSpec) -> Iterable[ArrayType]:
+        """Returns arrays that it needs in the segment, whose memory is taken when it is touched."""
+        return ()
+
+    @abstractmethod
+    def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
+        """Returns its half in a worker, for a slice with envs that were never reset."""
+
+    @abstractmethod
+    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
+        """Returns its half in the program, given the arrays of the segment."""
 
 
 # --- Recovery from faults --------------------------------------------------------------------------------
@@ -440,9 +467,12 @@ class PoolConfig:
         return parse_restart(self.on_fault)
 
     @property
-    def takes_states(self) -> bool:
-        """True if the states of envs are saved, to keep them or to move them to a new process."""
-        return bool(self.states.max) or self.workers.recycle is not None
+    def extensions(self) -> Sequence[Extension]:
+        """The subsystems beside the core that the options need. None is imported unless it is needed."""
+        if not self.states.max and self.workers.recycle is None:
+            return ()
+        states: Any = importlib.import_module("jaxvec._extensions.states")
+        return (states.StatesExtension(self.states),)  # it also moves envs to a new process
 
     @property
     def has_fault(self) -> bool:

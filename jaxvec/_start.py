@@ -76,7 +76,7 @@ def start(
     slices = split_evenly(num_envs, num_workers, together)
     python = None if config.workers.python is None else foreign.probe(str(config.workers.python))
     if python is not None:
-        if config.takes_states and python.numpy < (2, 0):  # which can't restore generators
+        if config.extensions and python.numpy < (2, 0):  # which can't restore generators
             raise ValueError(
                 "states and Workers(recycle=...) need NumPy 2 in the workers, but Workers(python="
                 f"{python.python!r}) has an older one; install it there, or leave them out"
@@ -113,7 +113,7 @@ def start(
             timeouts=config.timeouts,
             records=config.record_faults is not None,
             resets_required=resets_required,
-            states=config.states.max,
+            extensions=config.extensions,
         )
         registry.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.settings.transport, place=place)

@@ -26,8 +26,8 @@ from jaxvec import _arguments, _spec, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import EnvStateError, JaxvecError, StateFileError
+from jaxvec._extensions.states import pool_states, state_files
 from jaxvec._memory.segment import Place, copies, placed, views
-from jaxvec._pool import pool_states, registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, PoolSpec, TimeStep
 from jaxvec._stats import Stats
@@ -276,7 +276,7 @@ class VectorEnv:
             ```
         """
         slots = _arguments.check_indices(indices, self.num_envs)
-        return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
+        return EnvState(pool_states.save(self._pool, Move(Verb.SAVE, slots)))
 
     @_on_host
     def restore(self, state: EnvState, *, indices: Any = None, mask: Any = None) -> TimeStep[NDArray[Any]]:
@@ -297,7 +297,8 @@ class VectorEnv:
         ids = _spec.check_states(state, len(slots))
         mask = _arguments.check_mask(mask, len(slots))
         move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
-        return self.spec.build_timestep(registry.restore(self._pool, move, ids, mask, deliver=self._deliver))
+        rows = pool_states.restore(self._pool, move, ids, mask, deliver=self._deliver)
+        return self.spec.build_timestep(rows)
 
     @_on_host
     def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep[NDArray[Any]]]:
@@ -314,7 +315,7 @@ class VectorEnv:
         """
         ids = _spec.check_states(state)
         actions = _arguments.check_on_host(self.spec, action, len(ids), name_row="state {}".format)
-        ids, rows = self._pool.simulate(ids, actions, deliver=self._deliver)
+        ids, rows = pool_states.simulate(self._pool, ids, actions, deliver=self._deliver)
         return EnvState(ids), self.spec.build_timestep(rows)
 
     def save_states(self, path: str | Path, state: EnvState | None = None) -> None:
@@ -337,7 +338,7 @@ class VectorEnv:
                 print(timestep.obs.shape)  # (2, 4)
             ```
         """
-        pool_states.write_states(Path(path), self.pack_states(state).tobytes())
+        state_files.write_states(Path(path), self.pack_states(state).tobytes())
 
     def load_states(self, path: str | Path) -> EnvState:
         """Reads the states in a file of `save_states`, for envs of this pool.
@@ -373,8 +374,8 @@ class VectorEnv:
             ```
         """
         states = self.save() if state is None else state
-        packed = self._pool.export_states(_spec.check_states(states))
-        return np.frombuffer(pool_states.pack_states(packed, self.spec.fingerprint), np.uint8)
+        packed = pool_states.pack(self._pool, _spec.check_states(states))
+        return np.frombuffer(state_files.pack_states(packed, self.spec.fingerprint), np.uint8)
 
     def unpack_states(self, data: Any) -> EnvState:
         """Returns the states in an array of `pack_states`; see `load_states`.
@@ -683,9 +684,9 @@ class VectorEnv:
         )
 
     def _unpack_states(self, data: bytes, name: str) -> EnvState:
-        packed = pool_states.unpack_states(data, self.spec.fingerprint, name)
+        packed = state_files.unpack_states(data, self.spec.fingerprint, name)
         try:
-            return EnvState(self._pool.import_states(packed))
+            return EnvState(pool_states.unpack(self._pool, packed))
         except EnvStateError as error:
             raise StateFileError(f"{name}: {error}") from error
 

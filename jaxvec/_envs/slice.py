@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
+from jaxvec._dispatch.move import Verb
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._options import Restart
 from jaxvec._spec import KeyPath
@@ -77,6 +78,16 @@ class EnvSettings:
         return lost
 
 
+class SlotData(NamedTuple):
+    """All that determines the future of a slot, except its env and its row of the segment."""
+
+    episode: tuple[int, Any, int]  # from `Episodes.save`
+    resets: tuple[int, int | None, Any]  # from `SlotEnvs.save`
+    info: dict[str, Any]  # the raw info of the last reset or step
+    is_final: bool  # True if the row contains the last step of an episode
+    objects: dict[KeyPath, Any]  # the leaves of the row that are Python objects
+
+
 @dataclass(frozen=True)
 class ExportedSlots:
     """The message of a worker to the process that replaces it."""
@@ -101,40 +112,22 @@ Done = Callable[[int, int], None]
 # Returns the arguments of a request for the slice of slots `first` to `stop - 1`; `None` to skip the slice.
 Arguments: TypeAlias = Callable[[int, int], tuple[Any, ...] | None]
 
-# The methods of `Slice` that a pool requests by name, while none of the slice's envs is pending.
-RequestName: TypeAlias = Literal[
-    "infos_of",
-    "call",
-    "get_attr",
-    "map",
-    "set_attr",
-    "set_options",
-    "start_trace",
-    "stop_trace",
-    "give_actions",
-    "put_objects",
-    "get_objects",
-    "save_states",
-    "restore_states",
-    "simulate_states",
-    "export_states",
-    "import_states",
-    "compare_states",
-]
-
 
 class Slice(ABC):
-    """The envs of neighbouring slots, which fill the rows of these slots in the segment.
-
-    Optional methods raise `NotImplementedError` here; the pool's configuration prevents their use. `EnvSlice`
-    documents the methods for saved states, and for a move to a new process.
-    """
+    """The envs of neighbouring slots, which fill the rows of these slots in the segment."""
 
     first: int  # the first slot
+    # Functions that a pool requests by name, while none of the slice's envs is pending.
+    requests: dict[str, Callable[..., Any]]
+    verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of extensions
     recorder: Recorder | None = None  # `None` while no trace is recorded
     _record: Record | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests
     _copied: Callable[[Any], Any] = staticmethod(copied)  # of values that several envs get
+
+    def __init__(self) -> None:
+        names = "infos_of", "call", "get_attr", "map", "set_attr", "set_options", "start_trace", "stop_trace"
+        self.requests = {name: getattr(self, name) for name in names}
 
     @property
     def can_prepare(self) -> bool:
@@ -168,7 +161,8 @@ class Slice(ABC):
         raise failure
 
     def reapply_settings(self, slot: int, settings: SlotSettings) -> None:
-        raise self._unsupported("restart")
+        """Applies settings to a new env. Only a slice that can recover gets some."""
+        raise NotImplementedError
 
     def start_trace(self, capacity: int) -> None:
         """Starts to record the latest `capacity` steps and resets."""
@@ -201,18 +195,6 @@ class Slice(ABC):
         """Makes envs get the objects of the caller in calls, attributes and reset options, not copies."""
         self._copied = lambda value: value
 
-    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
-        """Sets the next actions of `slots`, if actions are Python objects, which the segment can't hold."""
-        raise self._unsupported("take Python objects as actions")
-
-    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
-        """Sets leaves of Python objects, which the segment can't hold, `[len(slots), ...]` each."""
-        raise self._unsupported("have leaves of Python objects")
-
-    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
-        """Returns leaves of Python objects, `[len(slots), ...]` each."""
-        raise self._unsupported("have leaves of Python objects")
-
     @abstractmethod
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         """Returns attribute `name` of each env, called with its entry of `args` if it is callable."""
@@ -229,36 +211,5 @@ class Slice(ABC):
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         """Returns `function(env, *arguments)` for each env, with its entry of `args`."""
 
-    def try_save(self, slots: NDArray[Any]) -> None:
-        """Saves the states of `slots` under their numbers in the segment, and sets these numbers to 0.
-
-        If a number remains, nothing was saved. The parent then requests `save_states`, which may raise.
-        """
-        raise self._unsupported("keep states")
-
-    def try_restore(self, slots: NDArray[Any]) -> None:
-        """Restores the states with the numbers in the segment, and sets these numbers to 0.
-
-        If a number remains, some envs may be restored. The parent then requests `restore_states` for all.
-        """
-        raise self._unsupported("keep states")
-
-    def try_simulate(self, slots: NDArray[Any]) -> None:
-        """Steps copies of envs as the segment specifies at the one slot, and sets its number there to 0.
-
-        If the number remains, no new states were kept. The parent then requests `simulate_states`.
-        """
-        raise self._unsupported("keep states")
-
-    def _refuse_states(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._unsupported("keep states")
-
-    save_states = restore_states = simulate_states = export_states = import_states = _refuse_states
-    compare_states = _refuse_states
-    can_export = export_slots = import_slots = _refuse_states
-
     def close(self) -> None:  # noqa: B027 - a default
         """Closes envs that the slice built for itself. The caller closes those that it passed in."""
-
-    def _unsupported(self, what: str) -> NotImplementedError:
-        return NotImplementedError(f"the envs of a {type(self).__name__} do not {what}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -20,7 +20,6 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, derive_seeds
-from jaxvec._envs.env_states import EnvState, StatefulEnv
 from jaxvec._envs.envs import (
     Env,
     EnvFn,
@@ -32,7 +31,6 @@ from jaxvec._envs.envs import (
     split_reset,
 )
 from jaxvec._envs.flight import FlightRecorder
-from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
 from jaxvec._options import PoolConfig
@@ -289,10 +287,6 @@ class SlotEnvs:
         self._first, self._flight = first, flight
         self.record(None)
         self.spares = spares
-        self._states, self._takes_states = config.states, config.takes_states
-        # Empty if the pool keeps no states. All slots of a simulator share one env and its `StatefulEnv`.
-        stateful = {id(env): self._make_stateful(env) for env in envs if config.takes_states}
-        self.stateful = [stateful[id(env)] for env in envs if config.takes_states]
         self._has_spares = bool(spares)  # never changes; faster than `bool(spares)` at each end
         self._env_fns = env_fns
         self._seeds, self._rebuilds = rows["seed",], rows["rebuilds",]
@@ -379,8 +373,6 @@ class SlotEnvs:
             self.envs[index].close()
         others = [other for other in self.named if other[0] != self._first + index]
         (self.envs[index],) = build_env([self._env_fns[index]], self._first + index, others=others)
-        if self._takes_states:
-            self.stateful[index] = self._make_stateful(self.envs[index])
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
@@ -405,33 +397,17 @@ class SlotEnvs:
         options = self._kept_options.get(index) if self._options is None else self._options.save(index)
         return self._last_seeds[index], self._new_seeds.get(index), options
 
-    def check_fit(self, index: int, state: EnvState) -> None:
-        """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
-        kinds = self.stateful[index].kinds
-        if state.kinds != kinds:
-            raise EnvStateError(
-                f"this is a state of {' of '.join(state.kinds)}, but the env is {' of '.join(kinds)}; load "
-                "it into a pool with envs that the same functions make"
-            )
+    def restore(
+        self, index: int, restore_env: Callable[[], bool], resets: tuple[int, int | None, Any], *, moved: bool
+    ) -> None:
+        """Restores an env, and the values that `save` returned; see `EnvSlice.restore_env`.
 
-    @contextmanager
-    def another(self, index: int) -> Generator[StatefulEnv]:
-        """Builds another env for a slot, resets it, and closes it after the block."""
-        (env,) = build_env([self._env_fns[index]], self._first + index)
-        with closing(env):
-            stateful = self._make_stateful(env)
-            env.reset(seed=0)
-            yield stateful
-
-    def restore(self, index: int, env: Any, resets: tuple[int, int | None, Any], *, fault: bool) -> None:
-        """Restores the state of an env, `env`, and the values that `save` returned.
-
-        After a `fault`, the declared options of the next reset stay those that the program gave last.
+        If it was `moved`, the declared options of the next reset stay those that the program gave last.
         """
         if index in self._unlent:  # wrappers and simulators require a reset before a restore
             self.envs[index].reset(seed=0)
             self._unlent.remove(index)
-        if self.stateful[index].restore(env):
+        if restore_env():
             self.targets.note_restore(index, self.called[index])
         else:
             self.changed(index)
@@ -442,7 +418,7 @@ class SlotEnvs:
         if new_seed is not None:
             self._new_seeds[index] = new_seed
         if self._options is not None:
-            self._options.restore(index, options, given=not fault)
+            self._options.restore(index, options, given=not moved)
         else:
             self.keep_options(index, options)
 
@@ -518,9 +494,6 @@ class SlotEnvs:
         if self._strict:
             self.check_obs(index, obs)
         return obs, info
-
-    def _make_stateful(self, env: Env) -> StatefulEnv:
-        return StatefulEnv(env, self._states.functions, tuple(self._states.trust))
 
     def _note_rebuilt(self, index: int) -> None:
         """Derives the next seed of a rebuilt env, if the old env was seeded."""

@@ -11,7 +11,7 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from itertools import pairwise
@@ -93,6 +93,7 @@ class Marks:
 
 # --- Layout: the offset of each array in the segment -----------------------------------------------------
 
+ArrayType: TypeAlias = tuple[KeyPath, tuple[int, ...], np.dtype[Any]]  # of an array: name, shape and dtype
 ALIGNMENT = 64  # bytes: a cache line, and the alignment that XLA requires of arrays it may alias
 
 
@@ -116,17 +117,19 @@ class Layout:
 
     fields: tuple[Field, ...]  # in the segment, without overlap, each at a multiple of `ALIGNMENT`
     nbytes: int  # size of the segment
-    present: int  # size of its first part; the second, of saved states, takes memory when it is touched
+    present: int  # size of its first part; the second, of extensions, takes memory when it is touched
     num_envs: int
     objects: tuple[KeyPath, ...]  # arrays `[num_envs]` of Python objects, private to each process
 
 
-def make_layout(spec: PoolSpec, num_workers: int, *, records: bool = False, states: int = 0) -> Layout:
-    """Returns the layout of a pool that keeps `states`; with `records`, it also has the flight recorder."""
+def make_layout(
+    spec: PoolSpec, num_workers: int, *, records: bool = False, extended: Iterable[ArrayType] = ()
+) -> Layout:
+    """Returns the layout of a pool with the arrays of its extensions and, if `records`, of the recorder."""
     fields: list[Field] = []
     offset = present = 0
     recorded = _recorded(spec) if records else ()
-    for part in ((*_arrays(spec, num_workers), *recorded), _saved(spec, states) if states else ()):
+    for part in ((*_arrays(spec, num_workers), *recorded), extended):
         present = max(offset, ALIGNMENT)
         for path, shape, dtype in part:
             field = Field(path, shape, dtype, offset)
@@ -142,7 +145,7 @@ def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[
     return tuple(pairwise(cuts))
 
 
-def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
+def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
     """Yields the path, shape and dtype of every array; the comments name the writers."""
     n = spec.num_envs
     # Written by workers. It comes first, so that `python -m jaxvec top` finds it without a layout.
@@ -154,12 +157,6 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
             yield leaf.path, spec.batch_shape(leaf), leaf.stored
     yield ("raw_info",), (n,), np.dtype(np.uint8)  # `InfoKind`, written by workers
     yield ("seed",), (n,), np.dtype(np.int64)  # of the next reset; see `_arguments.py`
-    # The parent writes the number of the state to save or restore, and the oldest number that it keeps. For a
-    # simulation, `state` is the end of the worker's part of `simulated_before`, which starts at
-    # `first_simulated`. The worker writes 0 to `state` when it is done.
-    yield ("state",), (n,), np.dtype(np.int64)
-    yield ("first_simulated",), (n,), np.dtype(np.int64)
-    yield ("oldest_state",), (1,), np.dtype(np.int64)
     # The following outlive a worker: only it writes them, and its replacement continues with them.
     yield ("last_seed",), (n,), np.dtype(np.int64)  # latest seed of the env
     yield ("rebuilds",), (n,), np.dtype(np.uint32)  # number of times that the env was rebuilt
@@ -181,7 +178,7 @@ _RING_BYTES = 1 << 26  # of the actions that the flight recorder keeps
 _RING_STEPS = 1 << 16  # of each env
 
 
-def _recorded(spec: PoolSpec) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
+def _recorded(spec: PoolSpec) -> Iterator[ArrayType]:
     """Yields the arrays of `_envs/flight.py`, which workers write. They also outlive a worker."""
     n, size = spec.num_envs, sum(leaf.nbytes for leaf in spec.action_leaves)
     yield ("flight_count",), (n,), np.dtype(np.int64)  # number of steps of each env's episode
@@ -189,20 +186,6 @@ def _recorded(spec: PoolSpec) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dty
     for leaf in spec.action_leaves:
         steps = max(min(_RING_BYTES // max(n * size, 1), _RING_STEPS), 1)
         yield ("flight", *leaf.path), (n, steps, *leaf.shape), leaf.stored
-
-
-def _saved(spec: PoolSpec, states: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
-    """Yields the arrays of saved states and of `simulate`."""
-    # The parent writes the time steps of saves, and workers those of simulations, at the states' places.
-    for leaf in spec.timestep_leaves:
-        if not leaf.is_object:
-            yield ("saved", *leaf.path), (states, *leaf.shape), leaf.stored
-    # Written by the parent, in the order of the workers: number of the state before and after, and action.
-    for name in ("simulated_before", "simulated_after"):
-        yield (name,), (states,), np.dtype(np.int64)
-    for leaf in spec.action_leaves:
-        if not leaf.is_object:
-            yield ("simulated", *leaf.path), (states, *leaf.shape), leaf.stored
 
 
 def align(offset: int) -> int:
@@ -306,8 +289,6 @@ class Views:
 
     Attributes:
         seeds: Seeds of the next reset, `[num_envs]`.
-        states: Numbers of the states to save or restore, `[num_envs]`, as in the segment.
-        oldest_state: Number of the oldest state that is kept, `[1]`.
         over: The arrays `terminated` and `truncated`, `[num_envs]`.
         stats: Counters of the workers, `[num_workers, _stats.WIDTH]`.
         raw_info: `InfoKind` of each raw info, `[num_envs]`.
@@ -315,8 +296,6 @@ class Views:
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
         self.seeds: NDArray[Any] = arrays["seed",]
-        self.states: NDArray[Any] = arrays["state",]
-        self.oldest_state: NDArray[Any] = arrays["oldest_state",]
         self.stats: NDArray[Any] = arrays["stats",]
         self.raw_info: NDArray[Any] = arrays["raw_info",]
         self.over: tuple[NDArray[Any], NDArray[Any]] = (arrays["terminated",], arrays["truncated",])

@@ -1,5 +1,5 @@
 // Incremental snapshots of an env: saves and restores it if only ordinary attributes have changed since the
-// last snapshot. `IncrementalSnapshot` in _snapshots/snapshot.py documents these functions, and the walk in
+// last snapshot. `IncrementalSnapshot` in snapshots/snapshot.py documents these functions, and the walk in
 // Python handles all other cases.
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// The node classes of _snapshots/ that this file knows; borrowed from the caller's arguments.
+// The node classes of snapshots/ that this file knows; borrowed from the caller's arguments.
 struct Nodes {
   PyObject* atoms;      // set of classes with immutable values
   PyObject* node;       // Node, the base class
@@ -447,7 +447,7 @@ PyObject* RestoreChanges(PyObject*, PyObject* args) {
   return Py_NewRef(Py_True);
 }
 
-// --- Large containers that have not changed, see `Plain` in _snapshots/node_types.py ---
+// --- Large containers that have not changed, see `Plain` in snapshots/node_types.py ---
 
 constexpr int kMaxDepth = 32;  // a container that holds itself is deeper
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.engine import Engine
 from jaxvec._dispatch.move import Move, Verb
-from jaxvec._envs.slice import Arguments, RequestName
+from jaxvec._envs.slice import Arguments
 from jaxvec._memory.segment import InfoKind, known
 from jaxvec._pool.state import PoolState
 from jaxvec._workers.base import WorkerGroup
@@ -114,7 +114,7 @@ class EnvCalls:
         concerned[self._starts.searchsorted(slots, side="right")] = True
         return self._all[concerned[1:][self.worker_of]]
 
-    def request(self, name: RequestName, arguments: Arguments) -> list[Any]:
+    def request(self, name: str, arguments: Arguments) -> list[Any]:
         """Calls a method of the workers' `EnvSlice` objects.
 
         `arguments` maps a worker's range of slots to the arguments; `None` skips the worker.
@@ -123,9 +123,7 @@ class EnvCalls:
             answers = self._workers.request(name, arguments, timeout=self._timeout, check=self._state.check)
         return check_all(answers)
 
-    def request_each(
-        self, name: RequestName, slots: NDArray[Any], values: Sequence[Any], *more: Any
-    ) -> list[Any]:
+    def request_each(self, name: str, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
         """Calls a method `name(slots, values, *more)` of the slices of the workers that have some of `slots`.
 
         Each worker receives its own slots and values. `slots`, `[n]`, are distinct.
@@ -145,7 +143,7 @@ class EnvCalls:
     def _call_envs(
         self,
         move: Move,
-        name: RequestName,
+        name: str,
         args: Sequence[Sequence[Any]],
         *more: Any,
         on_started: Callable[[], None] | None = None,

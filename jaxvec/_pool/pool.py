@@ -1,4 +1,4 @@
-"""Operations on the envs of a pool: reset, step, send, recv, save, restore and simulate.
+"""Operations on the envs of a pool: reset, step, send and recv.
 
 The data flow of a step:
 
@@ -12,7 +12,7 @@ The native engine makes an ordinary move in C++, from the check to the copy. Thi
 else: moves that must wait for other threads, timeouts, errors, resets with options, and pools without C++.
 
 Neighbours: `state.py` decides whether the pool is usable, `env_calls.py` calls methods of envs,
-`pool_states.py` keeps saved states, and `registry.py` finds the pool that a handle names.
+`registry.py` finds the pool that a handle names, and `extension.py` is the door for further operations.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +35,9 @@ from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
-from jaxvec._options import Timeouts
+from jaxvec._options import Extension, Timeouts
 from jaxvec._pool.env_calls import EnvCalls
-from jaxvec._pool.pool_states import PackedStates, SavedStates, StateTable
+from jaxvec._pool.extension import PoolExtension
 from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats, WorkerStats
@@ -46,6 +45,8 @@ from jaxvec._tracing import Record, Recorder, span
 from jaxvec._workers.base import WaitLimits, WorkerGroup
 
 _logger = logging.getLogger("jaxvec")
+
+_Kind = TypeVar("_Kind", bound=PoolExtension)
 
 _ids = itertools.count(1)  # a handle contains the id of its pool, see registry.py
 
@@ -59,7 +60,6 @@ class Pool:
     - move: The operation, its envs `[n]`, and the caller's handle.
     - actions: An array `[n, ...]` for each leaf of the action, of the stored dtype; then those of the reset
       options, if they are given (`option_leaves`).
-    - states: Names `[n, 3]` of saved states.
     - deliver: Function that copies the leaves `[n, ...]` of the time step out of the segment. Methods return
       the delivered leaves.
     """
@@ -75,47 +75,45 @@ class Pool:
         timeouts: Timeouts,
         records: bool,
         resets_required: bool,
-        states: int = 0,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         """Attaches the workers to a new segment.
 
         `slices` has the range of env ids `(first, stop)` of each worker. `together` neighbouring envs are one
         batched env. With `in_order`, `recv` returns envs in sending order. With `resets_required`, an env
-        must be reset before its first step and, without autoreset, after each episode. The pool keeps up to
-        `states` saved states.
+        must be reset before its first step and, without autoreset, after each episode.
         """
         self.spec = spec
-        self._workers = workers
+        self.workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
         self.id: int = next(_ids)  # in the handles and states of this pool
-        table = StateTable(states, pool_id=self.id)
-        layout = make_layout(spec, len(slices), records=records, states=states)
+        own = itertools.chain.from_iterable(extension.arrays(spec) for extension in extensions)
+        layout = make_layout(spec, len(slices), records=records, extended=own)
         arrays = workers.attach(layout, spec)
-        self._pending_envs = PendingEnvs(spec.num_envs, spec.batch_size, together)
-        self.all: NDArray[np.int_] = self._pending_envs.all  # ids of all envs
+        self.pending_envs = PendingEnvs(spec.num_envs, spec.batch_size, together)
+        self.all: NDArray[np.int_] = self.pending_envs.all  # ids of all envs
         self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # cache of `move_all`
-        self._views = Views(spec, arrays, self._pending_envs.rows)
+        self.views = Views(spec, arrays, self.pending_envs.rows)
         self._segment = whole_segment(arrays, layout)
         self._pinning_tried = False
         self._options: Options = None  # the reset options that the workers hold
+        self.resets_required: bool = resets_required
         if not resets_required:
-            self._pending_envs.needs_reset[:] = False
+            self.pending_envs.needs_reset[:] = False
         ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
-        views, step_timeout = self._views, timeouts.step
-        self._engine = workers.open_engine(
+        views, step_timeout = self.views, timeouts.step
+        self.engine = workers.open_engine(
             EngineConfig(
-                self.id, self._pending_envs, views, workers.send, in_order, ends_need_reset, step_timeout
+                self.id, self.pending_envs, views, workers.send, in_order, ends_need_reset, step_timeout
             )
         )
-        self.finalizer: PoolFinalizer = PoolFinalizer(workers, self._engine)
-        self.state: PoolState = PoolState(self.id, self._engine, self._pending_envs, self.finalizer)
+        self.finalizer: PoolFinalizer = PoolFinalizer(workers, self.engine)
+        self.state: PoolState = PoolState(self.id, self.engine, self.pending_envs, self.finalizer)
         self.env_calls: EnvCalls = EnvCalls(
-            workers, self.state, self._engine, slices=slices, raw_info=views.raw_info, timeout=step_timeout
+            workers, self.state, self.engine, slices=slices, raw_info=views.raw_info, timeout=step_timeout
         )
-        self._saved = SavedStates(
-            spec, workers, self.env_calls, table, arrays, resets_required=resets_required
-        )
+        self._extensions = [extension.on_pool(self, arrays) for extension in extensions]
 
     @property
     def closed(self) -> bool:
@@ -126,17 +124,21 @@ class Pool:
 
         The statistics of processes take about a millisecond per worker.
         """
-        with self._engine.shared():
+        with self.engine.shared():
             if self.closed:
                 raise PoolClosedError(f"pool {self.id} is closed; call stats() before close()")
-            found = self._workers.processes() if processes else [None] * len(self._workers.restarts)
-            workers = _stats.read(self._views.stats, self._workers.restarts, found)
-            table = self._saved.table
-            return Stats(workers, sum(workers, WorkerStats()), table.count, table.row_bytes)
+            found = self.workers.processes() if processes else [None] * len(self.workers.restarts)
+            workers = _stats.read(self.views.stats, self.workers.restarts, found)
+            more = dict(itertools.chain.from_iterable(each.stats().items() for each in self._extensions))
+            return Stats(workers, sum(workers, WorkerStats()), **more)
+
+    def extension(self, kind: type[_Kind]) -> _Kind | None:
+        """Returns the pool's extension of a class, if it has one."""
+        return next((each for each in self._extensions if isinstance(each, kind)), None)
 
     def generation(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
         """Returns the generations `[n]` that a fresh handle to `slots` contains."""
-        return self._engine.generation[slots]
+        return self.engine.generation[slots]
 
     def move_all(self, verb: Verb, caller: Caller | None = None) -> Move:
         """Returns a move of all envs by a caller without a handle."""
@@ -152,7 +154,7 @@ class Pool:
         """
         if self._pinning_tried:
             return
-        with self._engine.shared():
+        with self.engine.shared():
             if self._pinning_tried or self.closed:  # another thread was faster
                 return
             self._pinning_tried = True
@@ -162,7 +164,7 @@ class Pool:
                 _logger.info(
                     "pool %s: its memory is not page-locked: %s; GPU copies are slower", self.id, error
                 )
-            self._engine.allow_gpu()
+            self.engine.allow_gpu()
 
     def reset(
         self,
@@ -187,7 +189,7 @@ class Pool:
         alone = move.generation is None or first_ready or self._changes_options(options, move.slots)
         moved = move.slots if mask is None else move.slots[mask]
         with self.state.track(move) as active:
-            with self._engine.exclusive() if alone else self._engine.shared(moved):
+            with self.engine.exclusive() if alone else self.engine.shared(moved):
                 self.state.enter(move)
                 chosen = self._envs_to_reset(active, mask)
                 if first_ready and mask is not None:
@@ -195,15 +197,15 @@ class Pool:
                 self._send_reset(active, chosen, seeds, options, declared, pending=first_ready)
             if first_ready:
                 return self._receive(active, deliver)
-            self._wait(active, chosen, len(chosen), Verb.RESET)
-            return self._views.read(move.slots, deliver)
+            self.wait(active, chosen, len(chosen), Verb.RESET)
+            return self.views.read(move.slots, deliver)
 
     def reset_async(
         self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
     ) -> None:
         """Starts a reset of envs, which are pending until `recv` returns them; see `reset`."""
         options, declared = self._parse_options(options, move.slots)
-        with self._exclusive_move(move) as active:
+        with self.exclusive_move(move) as active:
             chosen = self._envs_to_reset(active, mask)
             self._send_reset(active, chosen, seeds, options, declared, pending=True)
 
@@ -231,14 +233,14 @@ class Pool:
             if not as_objects:
                 self._start(active, actions, env_ids)
                 return
-            with self._engine.exclusive(self.env_calls.of_workers(env_ids)):
+            with self.engine.exclusive(self.env_calls.of_workers(env_ids)):
                 self.state.enter(move)
-                self.state.check_status(self._engine.check_envs(env_ids, stepped=True), env_ids)
+                self.state.check_status(self.engine.check_envs(env_ids, stepped=True), env_ids)
                 self.env_calls.request_each("give_actions", env_ids, actions)
                 with self.state.breaking():
-                    self._engine.dispatch(Verb.STEP, env_ids)
-                self._pending_envs.note_sent(env_ids, self._timeouts.step)
-                self._engine.advance(move)
+                    self.engine.dispatch(Verb.STEP, env_ids)
+                self.pending_envs.note_sent(env_ids, self._timeouts.step)
+                self.engine.advance(move)
 
     def recv(
         self,
@@ -268,89 +270,31 @@ class Pool:
                 active, deliver, give_up=give_up, at_least=at_least, wait_for_all=wait_for_all
             )
 
-    def save(self, move: Move) -> NDArray[np.uint32]:
-        """Saves the states of envs, and returns their names. A failure leaves the pool usable."""
-        slots = move.slots
-        with self._exclusive_move(move) as active:
-            self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
-            needs_reset, send = self._pending_envs.needs_reset[slots], partial(self._send_states, active)
-            ids, keep_rows = self._saved.save(send, slots, needs_reset)
-            self._views.read(slots, keep_rows)
-            self._engine.advance(move)
-            return ids
-
-    def restore(
-        self,
-        move: Move,
-        chosen: NDArray[Any],
-        states: NDArray[np.uint32],
-        packed: PackedStates | None = None,
-        *,
-        deliver: Deliver = copies,
-    ) -> Rows:
-        """Restores the envs `chosen`, `[k]`, of a move to saved states, `[k]`; returns the rows of all.
-
-        `packed` are states of other pools. A failure breaks the pool.
-        """
-        slots = move.slots
-        with self._exclusive_move(move) as active:
-            self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
-            self._engine.wait_for_copies()
-            sources, rows, needs_reset = self._saved.find(chosen, states, packed)
-            with self.state.breaking():
-                self._saved.restore(partial(self._send_states, active), chosen, sources, rows)
-            self._views.write(chosen, rows)
-            self._pending_envs.needs_reset[chosen] = needs_reset
-            self._engine.advance(move)
-            return self._views.read(slots, deliver)
-
-    def simulate(
-        self, states: NDArray[np.uint32], actions: Rows, *, deliver: Deliver = copies
-    ) -> tuple[NDArray[np.uint32], Rows]:
-        """Steps copies of envs from saved states. Returns the new states' names, and the time steps."""
-        with self.state.track(Move(Verb.SIMULATE, self.all)) as active, self._engine.exclusive():
-            self.state.check()
-            # A slot that is pending can't be dispatched.
-            send = None if len(self._pending_envs.sent) else partial(self._send_states, active)
-            return self._saved.simulate(send, states, actions, deliver)
-
-    def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
-        """Returns states in a form that other pools can restore."""
-        with self._engine.exclusive():
-            self.state.check()
-            return self._saved.pack(states)
-
-    def import_states(self, packed: PackedStates) -> NDArray[np.uint32]:
-        """Keeps states of another pool, and returns their names `[n, 3]`."""
-        with self._engine.exclusive():
-            self.state.check()
-            return self._saved.unpack(packed)
-
     def start_trace(self, capacity: int) -> None:
         """Starts to record spans: the latest `capacity` of each worker, of Python, and of C++."""
-        with self._engine.exclusive():
+        with self.engine.exclusive():
             self.state.check()
             if self.state.recorder is not None:
                 raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
             with self.state.breaking():
-                self._workers.start_trace(capacity)
-            self._engine.start_trace(capacity)
-            self._engine.recorder = self.state.recorder = Recorder(capacity)
+                self.workers.start_trace(capacity)
+            self.engine.start_trace(capacity)
+            self.engine.recorder = self.state.recorder = Recorder(capacity)
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
         """Stops recording. Returns the records of Python and C++, and of the workers (none if closed)."""
         assert self.state.recorder is not None
         hurry = self.closed or self.state.broken_by is not None
-        with self._engine.exclusive(patience=1.0 if hurry else None):
-            programs = [self.state.recorder.take(), self._engine.stop_trace()]
-            self._engine.recorder = self.state.recorder = None
+        with self.engine.exclusive(patience=1.0 if hurry else None):
+            programs = [self.state.recorder.take(), self.engine.stop_trace()]
+            self.engine.recorder = self.state.recorder = None
             if self.closed:
                 return programs, []
             try:
                 with self.state.breaking():
-                    return programs, self._workers.stop_trace(hurry=self.state.broken_by is not None)
+                    return programs, self.workers.stop_trace(hurry=self.state.broken_by is not None)
             except JaxvecError:  # broken by this, which the next call reports; or closed by another thread
-                return programs, [] if self.closed else self._workers.stop_trace(hurry=True)
+                return programs, [] if self.closed else self.workers.stop_trace(hurry=True)
 
     def close(self, timeout: float | None = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds; `None` waits for ever.
@@ -362,17 +306,18 @@ class Pool:
             self.finalizer.close(timeout)
         finally:
             if self.finalizer.ended:
-                for name in ("_views", "_segment"):  # views of the memory, which is now unmapped
+                for name in ("views", "_segment"):  # views of the memory, which is now unmapped
                     vars(self).pop(name, None)
                 self.env_calls.forget()
-                self._saved.forget()
+                for extension in self._extensions:
+                    extension.forget()
 
     # --- Parts of the operations: only threads that are inside the engine, or hold slots, change anything --
 
     @contextmanager
-    def _exclusive_move(self, move: Move) -> Generator[ActiveMove]:
+    def exclusive_move(self, move: Move) -> Generator[ActiveMove]:
         """Makes a move in a block that no other thread's move overlaps."""
-        with self.state.track(move) as active, self._engine.exclusive():
+        with self.state.track(move) as active, self.engine.exclusive():
             self.state.enter(move)
             yield active
 
@@ -389,13 +334,13 @@ class Pool:
 
     def _envs_to_reset(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
         """Returns the envs that a reset sends, in sending order. They are not pending any more."""
-        slots, sent = active.move.slots, self._pending_envs.sent
+        slots, sent = active.move.slots, self.pending_envs.sent
         if mask is None and len(slots) == self.spec.num_envs and len(sent):
-            self._wait(active, sent, len(sent))
-            self._pending_envs.note_received(sent)
+            self.wait(active, sent, len(sent))
+            self.pending_envs.note_received(sent)
         chosen = slots if mask is None else slots[mask]
-        self.state.check_status(self._engine.check_envs(chosen, stepped=False), chosen)
-        spread = self._pending_envs.spread
+        self.state.check_status(self.engine.check_envs(chosen, stepped=False), chosen)
+        spread = self.pending_envs.spread
         return spread[np.isin(spread, chosen)] if self.spec.first_ready else chosen
 
     def _send_reset(
@@ -410,39 +355,34 @@ class Pool:
     ) -> None:
         """Dispatches resets of `chosen`; `seeds` and `declared`, `[n]`, are for all envs of the move."""
         # A batched env also writes rows of envs that the caller's handle does not contain.
-        self._engine.wait_for_copies()
+        self.engine.wait_for_copies()
         slots = active.move.slots
-        idle = ~self._pending_envs.in_flight[slots]  # the workers of pending envs may still read their seeds
-        self._views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
+        idle = ~self.pending_envs.in_flight[slots]  # the workers of pending envs may still read their seeds
+        self.views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
         if declared:
             mine = np.isin(slots, chosen)  # the workers of pending envs may be reading the others
-            self._views.write_options(slots[mine], [rows[mine] for rows in declared])
+            self.views.write_options(slots[mine], [rows[mine] for rows in declared])
         if self._changes_options(options, chosen):
             held = merge_options(self._options, options, chosen, self.spec.num_envs)
             with self.state.breaking():
-                self._workers.set_options(held, self._timeouts.step)
+                self.workers.set_options(held, self._timeouts.step)
             self._options = held
-        if self._workers.env_settings is not None:
-            self._workers.env_settings.reset(chosen, options)
+        if self.workers.env_settings is not None:
+            self.workers.env_settings.reset(chosen, options)
         with self.state.breaking():
-            self._engine.dispatch(Verb.RESET, chosen, self._pending_envs.queue if pending else chosen)
-        self._pending_envs.needs_reset[chosen] = False
+            self.engine.dispatch(Verb.RESET, chosen, self.pending_envs.queue if pending else chosen)
+        self.pending_envs.needs_reset[chosen] = False
         if pending:
-            self._pending_envs.note_sent(chosen, self._timeouts.reset)
-        self._engine.advance(active.move)
+            self.pending_envs.note_sent(chosen, self._timeouts.reset)
+        self.engine.advance(active.move)
 
-    def _send_states(
-        self, active: ActiveMove, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
-    ) -> NDArray[np.int_]:
-        """Saves, restores or simulates by a dispatch. Returns the indices of the slots that were left out."""
-        self._views.states[slots] = numbers
-        self._views.oldest_state[0] = self._saved.table.oldest
+    def dispatch(self, active: ActiveMove, verb: Verb, slots: NDArray[Any]) -> None:
+        """Dispatches an extension's verb to the workers of `slots`, and waits for them."""
         with self.state.breaking():
-            self._engine.dispatch(verb, slots)
-        self._wait(active, slots, len(slots), verb)
-        return np.flatnonzero(self._views.states[slots])  # a worker sets the number to 0 when it is done
+            self.engine.dispatch(verb, slots)
+        self.wait(active, slots, len(slots), verb)
 
-    def _wait(
+    def wait(
         self,
         active: ActiveMove,
         slots: NDArray[Any],
@@ -459,11 +399,11 @@ class Pool:
             self.state.check()  # another thread may have closed or broken the pool
 
         if verb is None:  # the envs share the longer timeout if any of them still resets
-            verb = Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
+            verb = Verb.RESET if self.workers.any_resetting(slots) else Verb.STEP
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
         with span(self.state.recorder, "wait for workers"), self.state.breaking():
             check_wait()
-            self._workers.wait(slots, count, WaitLimits(verb.word, timeout, check_wait, waited, give_up))
+            self.workers.wait(slots, count, WaitLimits(verb.word, timeout, check_wait, waited, give_up))
 
     def _start(
         self,
@@ -475,7 +415,7 @@ class Pool:
         at_least: int | None = None,
     ) -> MoveResult:
         """Starts a step, a send or a recv; waits for other threads if it must. See `Engine.move`."""
-        move, engine = active.move, self._engine
+        move, engine = active.move, self.engine
 
         def attempt() -> MoveResult:
             return engine.move(move, actions, env_ids, deliver=deliver, at_least=at_least)
@@ -510,11 +450,11 @@ class Pool:
         with span(self.state.recorder if result.recorded else None, "finish in Python"):
             if active.move.verb is Verb.RECV:
                 return self._receive(active, deliver, waited=result.waited)
-            if self._engine.done_at_once:
+            if self.engine.done_at_once:
                 self.state.check()  # another thread may have closed the pool during the step
             else:
-                self._wait(active, slots, len(slots), Verb.STEP, waited=result.waited)
-            return self._engine.take(slots, deliver)
+                self.wait(active, slots, len(slots), Verb.STEP, waited=result.waited)
+            return self.engine.take(slots, deliver)
 
     def _receive(
         self,
@@ -527,40 +467,40 @@ class Pool:
         wait_for_all: bool = False,
     ) -> Rows:
         """Receives a batch of pending envs, see `recv`. The caller holds the queue, but others may send."""
-        overdue = self._pending_envs.overdue()
+        overdue = self.pending_envs.overdue()
         if len(overdue):
             # Other envs may be ready first every time. Without this, an env that hangs would never time out.
-            self._wait(active, overdue, len(overdue), waited=math.inf)
-        sent = self._pending_envs.sent
+            self.wait(active, overdue, len(overdue), waited=math.inf)
+        sent = self.pending_envs.sent
         if at_least is not None:
             slots = self._wait_for_some(active, sent, at_least, waited=waited, give_up=give_up)
         elif (
-            self._pending_envs.together > 1 and self.spec.first_ready and not (self._in_order or wait_for_all)
+            self.pending_envs.together > 1 and self.spec.first_ready and not (self._in_order or wait_for_all)
         ):
             size = self.spec.batch_size
             slots = self._wait_for_some(active, sent, size, waited=waited, give_up=give_up)[:size]
         else:
             count = len(sent) if wait_for_all else self.spec.batch_size
             sent = sent[: count if self._in_order else None]
-            self._wait(active, sent, count, waited=waited, give_up=give_up)
-            slots = sent if self._in_order else self._workers.first_completed(sent, count)
+            self.wait(active, sent, count, waited=waited, give_up=give_up)
+            slots = sent if self._in_order else self.workers.first_completed(sent, count)
             slots = self.all if wait_for_all or not (self._in_order or self.spec.first_ready) else slots
-        with self._engine.shared():
-            self._pending_envs.note_received(slots)
-            self._engine.hold(slots)  # until their rows are read
-        return self._engine.take(slots, deliver)
+        with self.engine.shared():
+            self.pending_envs.note_received(slots)
+            self.engine.hold(slots)  # until their rows are read
+        return self.engine.take(slots, deliver)
 
     def _wait_for_some(
         self, active: ActiveMove, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
     ) -> NDArray[Any]:
         """Waits for `at_least` of `sent`. Returns all that are completed by then, in the order of `recv`."""
-        together, slots = self._pending_envs.together, sent[:0]
+        together, slots = self.pending_envs.together, sent[:0]
         # A worker marks the slots of a batched env one by one, and this thread may look between two of them.
         # So it waits for one more slot until enough batched envs are whole. Single envs need one pass.
         for count in range(at_least, len(sent) + 1):
             first = sent[: count if self._in_order else None]
-            self._wait(active, first, count, waited=waited, give_up=give_up)
-            slots = self._workers.first_completed(sent, len(sent))
+            self.wait(active, first, count, waited=waited, give_up=give_up)
+            slots = self.workers.first_completed(sent, len(sent))
             if self._in_order:  # no env before one that was sent earlier
                 slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
             if together > 1:
@@ -571,7 +511,7 @@ class Pool:
 
     def _check_enough(self, at_least: int | None = None, *, resetting: int | None = None) -> None:
         """Raises if a `recv`, after a reset of `resetting` envs by mask, would wait for too many envs."""
-        pending = int(self._pending_envs.num_sent[0])
+        pending = int(self.pending_envs.num_sent[0])
         count = self.spec.batch_size if at_least is None else at_least
         if pending + (resetting or 0) >= count:
             return

@@ -11,14 +11,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from jaxvec._dispatch.move import Move
-from jaxvec._errors import PoolClosedError, StaleHandleError, StaleStateError
-from jaxvec._memory.segment import Deliver, Rows
+from jaxvec._errors import PoolClosedError, StaleHandleError
 from jaxvec._pool.pool import Pool
-from jaxvec._pool.pool_states import PackedStates
 
 _pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 
@@ -72,45 +66,6 @@ def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
 
 def of_spec(fingerprint: int) -> list[Pool]:
     return [pool for pool in list(_pools.values()) if pool.spec.fingerprint == fingerprint]
-
-
-def restore(
-    pool: Pool,
-    move: Move,
-    states: NDArray[np.uint32],
-    mask: NDArray[np.bool_] | None = None,
-    *,
-    deliver: Deliver,
-) -> Rows:
-    """Restores the envs of a move, or those of `mask`, to states of any pools with the same specification."""
-    chosen, states = (move.slots, states) if mask is None else (move.slots[mask], states[mask])
-    if (states[:, 0] == pool.id).all():
-        return pool.restore(move, chosen, states, deliver=deliver)
-    # Collects the states pool by pool, in the order of `states`.
-    data: list[bytes] = [b""] * len(states)
-    rows = [np.empty((len(states), *leaf.shape), leaf.stored) for leaf in pool.spec.timestep_leaves]
-    needs_reset = np.empty(len(states), np.bool_)
-    for pool_id in np.unique(states[:, 0]).tolist():
-        places = np.flatnonzero(states[:, 0] == pool_id)
-        other = _pools.get(pool_id)
-        if not pool_id or other is None or other.closed:
-            raise StaleStateError(
-                f"states of pool {pool_id} are lost: it was closed, or is in another process; save them again"
-                if pool_id
-                else "a state is uninitialised (all zeros); pass a state that save or simulate returned"
-            )
-        if other.spec.fingerprint != pool.spec.fingerprint:
-            raise StaleStateError(
-                f"states of pool {pool_id} do not fit pool {pool.id}, which has other spaces or options; "
-                "restore states of a pool with the same specification"
-            )
-        packed = other.export_states(states[places])
-        for place, one in zip(places.tolist(), packed.data, strict=True):
-            data[place] = one
-        for row, part in zip(rows, packed.rows, strict=True):
-            row[places] = part
-        needs_reset[places] = packed.needs_reset
-    return pool.restore(move, chosen, states, PackedStates(data, rows, needs_reset), deliver=deliver)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from jaxvec._dispatch.dispatch import (
 from jaxvec._dispatch.engine import Engine, EngineConfig, PyEngine
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.constructors import Description
-from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
+from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._native import load, reason_unavailable
@@ -148,7 +148,7 @@ class WorkerGroup(ABC):
     last_errors: Sequence[JaxvecError | None]  # of the latest replacement, per worker
     env_settings: EnvSettings | None  # for rebuilt envs; None if the pool does not recover from faults
     maps_segment: bool = True  # whether the envs' processes share the memory of the segment with the pool
-    moves_states: bool = False  # whether `send` takes saves and restores, of states numbered in the segment
+    takes_verbs: bool = False  # whether `send` takes the verbs of extensions
 
     @abstractmethod
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
@@ -186,9 +186,9 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def request(
-        self, name: RequestName, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
+        self, name: str, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
-        """Calls a method of each `Slice`, and returns the result of each.
+        """Calls a function of each slice, a key of `Slice.requests`, and returns the result of each.
 
         `arguments` returns a slice's arguments for `(first, stop)`, or `None` to skip it. The call may take
         `timeout` seconds; `check` is as in `WaitLimits`. A result is an error if an env raised there, or if

@@ -22,7 +22,7 @@ from jaxvec._dispatch.channel import Channel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
 from jaxvec._dispatch.engine import Engine, EngineConfig
 from jaxvec._dispatch.move import Verb
-from jaxvec._envs.slice import Arguments, RequestName
+from jaxvec._envs.slice import Arguments
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._options import PoolConfig
@@ -170,7 +170,7 @@ class ProcessWorkers(WorkerGroup):
         self._spec = spec
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
-        self.moves_states = self.maps_segment and not self._objects_in
+        self.takes_verbs = self.maps_segment and not self._objects_in
         self._partition = self._launcher.partition(self._slices)
         marks, channels = Marks.of(arrays), self.supervisor.channels
         self._dispatch = parent_end(
@@ -232,7 +232,7 @@ class ProcessWorkers(WorkerGroup):
             raise
 
     def request(
-        self, name: RequestName, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
+        self, name: str, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
         return self.supervisor.request(name, arguments, timeout, check)
 

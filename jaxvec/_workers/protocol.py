@@ -20,7 +20,7 @@ from jaxvec._arguments import Options
 from jaxvec._envs import constructors
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
-from jaxvec._envs.slice import ExportedSlots, RequestName, SlotSettings
+from jaxvec._envs.slice import ExportedSlots, SlotSettings
 from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
 from jaxvec._spec import KeyPath, PoolSpec
@@ -131,9 +131,9 @@ class Closed:
 
 @dataclass(frozen=True)
 class Request:
-    """Request of the parent to call a method of the `Slice`."""
+    """Request of the parent to call a function of the slice."""
 
-    name: RequestName
+    name: str  # a key of `Slice.requests`
     args: bytes  # a tuple, pickled apart: an error in unpickling it is a reply, not the end of the worker
 
 

@@ -22,7 +22,7 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
-from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
+from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._options import PoolConfig, reject
@@ -125,14 +125,14 @@ class SerialWorkers(WorkerGroup):
         self._slice.set_options(options)
 
     def request(
-        self, name: RequestName, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
+        self, name: str, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
         mine = arguments(0, self._num_envs)
         if mine is None:
             return [None]
         try:
             with self._typed():
-                return [getattr(self._slice, name)(*mine)]
+                return [self._slice.requests[name](*mine)]
         except (EnvError, EnvStateError) as error:
             return [error]
 

@@ -27,7 +27,7 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures, flight
 from jaxvec._envs.constructors import Description, merge
-from jaxvec._envs.slice import Arguments, EnvSettings, ExportedSlots, ImportedSlots, RequestName
+from jaxvec._envs.slice import Arguments, EnvSettings, ExportedSlots, ImportedSlots
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -159,9 +159,7 @@ class Supervisor:
 
     # --- Requests ------------------------------------------------------------------------------------------
 
-    def request(
-        self, name: RequestName, arguments: Arguments, timeout: float | None, check: Check
-    ) -> list[Any]:
+    def request(self, name: str, arguments: Arguments, timeout: float | None, check: Check) -> list[Any]:
         """Calls a method of each slice; see `WorkerGroup.request`."""
         # All arguments are pickled before the first message, so an error leaves every worker unchanged. The
         # rest needs no cloudpickle, which takes three times as long.
@@ -177,9 +175,8 @@ class Supervisor:
                 interrupt()
                 check()
 
-            public_name = name.removesuffix("_states")
             limits = WaitLimits(name, timeout, check_both)
-            replies = self._exchange(requests, requests.__getitem__, limits, name=public_name)
+            replies = self._exchange(requests, requests.__getitem__, limits, name=name)
         workers = range(len(self._recipe.slices))
         return [self._unpickle(each, name, replies[each]) if each in replies else None for each in workers]
 

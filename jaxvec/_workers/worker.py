@@ -71,7 +71,6 @@ class Age:
 
 
 # --- The worker's start and loop -------------------------------------------------------------------------
-_ATTEMPTS = {Verb.SAVE: "try_save", Verb.RESTORE: "try_restore", Verb.SIMULATE: "try_simulate"}
 
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
@@ -206,7 +205,7 @@ def _serve(
         settings = replaces.settings
         if data is not None:  # which contains the settings
             with EnvErrorContext(attach.slots[0], "restore"):
-                imported = done = env_slice.import_slots(data)
+                imported = done = env_slice.requests["import_slots"](data)
             settings = {slot: settings[slot] for slot in settings.keys() & done.cut}
         _reapply_settings(env_slice, settings)
         if replaces.trace is not None:
@@ -229,14 +228,15 @@ def _serve(
         age = None if config.recycle is None else Age(config.recycle, stats)
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
+        requests = env_slice.requests
         while True:
             while env_slice.can_prepare and end.idle():
                 env_slice.prepare()
             start = monotonic_ns()
-            if age is not None and (reason := age.exceeded(start)) and env_slice.can_export():
+            if age is not None and (reason := age.exceeded(start)) and requests["can_export_slots"]():
                 _report(channel, end, env_slice, Retire(reason))  # after which no other request is pending
                 known = exported is not None and exported.data is None  # that the states are not exact
-                return exported if known else env_slice.export_slots()
+                return exported if known else requests["export_slots"]()
             message = end.receive()
             stats[WAIT_NS] += monotonic_ns() - start
             recorder = env_slice.recorder
@@ -246,10 +246,9 @@ def _serve(
                 with span(recorder, f"answer {message.name}"):
                     channel.send(pickle.dumps(_answer(env_slice, message)))
                 continue
-            if message.verb in _ATTEMPTS:
-                attempt = getattr(env_slice, _ATTEMPTS[message.verb])
+            if (extended := env_slice.verbs.get(message.verb)) is not None:
                 with span(recorder, f"answer {message.verb.word}"):
-                    attempt(message.slots)
+                    extended(message.slots)
                 end.post(message.slots)
                 continue
             move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
@@ -317,7 +316,7 @@ def _answer(env_slice: Slice, request: Request) -> Reply:
     try:
         with EnvErrorContext(env_slice.first, request.name):
             args = _unpickle(request.args)
-        result = getattr(env_slice, request.name)(*args)
+        result = env_slice.requests[request.name](*args)
         with EnvErrorContext(env_slice.first, request.name):
             return Reply(dumps(result))
     except EnvFailure as failure:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from jaxvec._arguments import cast_operands, check_seeds
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import EnvDataError, EnvIdError
+from jaxvec._extensions.states import pool_states
 from jaxvec._memory.rows import InvalidValue, conform, store
 from jaxvec._memory.segment import Copies, Deliver, Rows, into
-from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import Leaf, PoolSpec, build
 from jaxvec.callbacks._operands import row_name
@@ -162,7 +162,7 @@ def answer(call: Call, pool: Pool, operands: Rows, out: Rows | None = None) -> l
 def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> list[Array]:
     if call.verb is Verb.SIMULATE:
         actions = cast_operands(pool.spec, rest[1:], "state {}".format)
-        ids, rows = pool.simulate(rest[0], actions, deliver=deliver)
+        ids, rows = pool_states.simulate(pool, rest[0], actions, deliver=deliver)
         return [ids, *rows]
     move = move_of(call, pool, token)
     match call.verb:
@@ -189,9 +189,9 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
         case Verb.RECV:
             given = pool.recv(move, deliver=deliver)
         case Verb.SAVE:
-            given = [pool.save(move)]
+            given = [pool_states.save(pool, move)]
         case Verb.RESTORE:
-            given = registry.restore(pool, move, *rest, deliver=deliver)
+            given = pool_states.restore(pool, move, *rest, deliver=deliver)
         case _:
             given = call_envs(call, pool, move, rest)
     return [token_of(pool, move), *given]

@@ -29,7 +29,7 @@ from support.recycling import (
 from support.state_game import Walk
 
 import jaxvec
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec._vector_env import pool_of
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv

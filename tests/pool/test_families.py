@@ -15,7 +15,7 @@ from support.env_states import assert_goes_on
 from support.oracle import assert_same, oracle_steps, rollout, sample_actions
 
 import jaxvec
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
 # Warnings of other libraries are not ours to mend; as an error, one of them crashes the import of Box2D.

@@ -24,8 +24,9 @@ from support.env_states import assert_equal, assert_goes_on, copied
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._envs.env_states import StatefulEnv
-from jaxvec._snapshots.snapshot import difference
+from jaxvec._extensions.states.env_states import StatefulEnv
+from jaxvec._extensions.states.proof import prove
+from jaxvec._extensions.states.snapshots.snapshot import difference
 from jaxvec.adapters.replay import ReplayEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -226,7 +227,7 @@ def locked():
 def test_arrays_that_cannot_be_written_to_may_differ(make, change):
     stateful = StatefulEnv(Seldom(make, change))
     env = stateful.env
-    stateful.verify(fresh=True)
+    prove(stateful, fresh=True)
     env.reset()
     before = stateful.save()
     for _ in range(100):
@@ -260,7 +261,7 @@ def negated(held):
 def test_a_large_container_that_is_equal_may_differ(make, change):
     stateful = StatefulEnv(Seldom(make, change, lambda held: np.array(list(held))))
     env = stateful.env
-    stateful.verify(fresh=True)
+    prove(stateful, fresh=True)
     first, _ = env.reset()
     before = stateful.save()
     for _ in range(100):
@@ -472,7 +473,7 @@ def test_so_may_its_user():
     env.reset(seed=0)
     env.step(0)
     stateful = StatefulEnv(env, (get, set_))
-    stateful.verify()
+    prove(stateful)
     state = stateful.save()
     first = [env.step(0) for _ in range(7)]
     for _ in range(3):
@@ -486,14 +487,14 @@ def test_what_is_not_in_attributes_is_seen():
         jaxvec.EnvStateError,
         match=r"Restoring Hidden did not .* after 1 identical actions, obs differs; attribute Hidden.last",
     ):
-        StatefulEnv(env).verify(fresh=True)
+        prove(StatefulEnv(env), fresh=True)
 
     class Global(Hidden):
         def step(self, action):
             return random.randrange(50), 0.0, False, False, {}
 
     with pytest.raises(jaxvec.EnvStateError, match=r"(?s)obs differs.* global .* generator"):
-        StatefulEnv(Global()).verify(fresh=True)
+        prove(StatefulEnv(Global()), fresh=True)
 
 
 class Odometer:
@@ -526,7 +527,7 @@ def test_what_is_lost_only_later_in_an_episode_is_seen(fresh):
             StatefulEnv(env).save()
     stateful = StatefulEnv(env, trust=(Odometer,))
     with pytest.raises(jaxvec.EnvStateError, match=r"Restoring Lossy did not reproduce it: .*, obs differs"):
-        stateful.verify(fresh=fresh)
+        prove(stateful, fresh=fresh)
 
 
 @pytest.mark.parametrize(

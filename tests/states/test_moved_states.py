@@ -16,8 +16,8 @@ import pytest
 from support.late_structures import START, Late
 
 import jaxvec
-from jaxvec._snapshots.digests import DigestTaker
-from jaxvec._snapshots.node_types import name_of
+from jaxvec._extensions.states.snapshots.digests import DigestTaker
+from jaxvec._extensions.states.snapshots.node_types import name_of
 
 KINDS = ["class_that_refers_to_the_env", "closure"] * 2  # the first can't move
 REFUSED = r"cannot move a Late to another process: Late\.late would not be as in the original"

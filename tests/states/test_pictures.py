@@ -10,7 +10,7 @@ import pytest
 from support.env_states import WAYS, assert_exact_or_refused, copied
 
 import jaxvec
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._extensions.states.env_states import StatefulEnv
 
 pygame = pytest.importorskip("pygame", reason="pygame is not installed")
 

@@ -22,7 +22,7 @@ from support.graph_env import GraphEnv
 from support.graphs import KINDS
 
 import jaxvec
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._extensions.states.env_states import StatefulEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

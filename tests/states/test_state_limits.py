@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import queue
 import random
 import subprocess
 import sys
 import threading
+from typing import Any, ClassVar
 
 import gymnasium
 import jax
@@ -22,7 +24,7 @@ from support.disasters import PATIENCE
 from test_states import ACTIONS, counting, equal, pool  # noqa: F401
 
 import jaxvec
-from jaxvec._envs.env_states import unpack
+from jaxvec._extensions.states.slot_states import unpack
 from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
@@ -646,3 +648,47 @@ def test_trusted_classes_are_saved_in_workers(make, backend):
     assert envs.step([0]).obs[0, 3] == 2
     envs.restore(state)
     assert envs.step([0]).obs[0, 3] == 2
+
+
+class AskingAThread(gymnasium.Env):
+    """Steps in a thread of its own, which a forked copy of the process lacks."""
+
+    observation_space = gymnasium.spaces.Box(0, 1000, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    # Of the class, so that the attributes of the env can be copied; made in the worker.
+    questions: ClassVar[Any] = None
+    answers: ClassVar[Any] = None
+
+    def __init__(self):
+        self.count = 0
+        if (kind := type(self)).questions is None:
+            kind.questions, kind.answers = queue.Queue(), queue.Queue()
+            threading.Thread(target=self._serve, name="simulation", daemon=True).start()
+
+    @classmethod
+    def _serve(cls):
+        while True:
+            cls.answers.put(cls.questions.get() + 1)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.questions.put(self.count)
+        self.count = self.answers.get()
+        return np.full(1, self.count, np.float32), 0.0, False, False, {}
+
+
+def test_an_env_that_needs_a_thread_is_refused_and_the_pool_goes_on(make):
+    no_limit = jaxvec.Timeouts(step=None)
+    envs = make(AskingAThread, 2, num_workers=1, states=4, timeouts=no_limit)
+    envs.reset(seed=0)
+    (pid,) = (worker.process.pid for worker in envs.stats().workers)
+    with pytest.raises(
+        jaxvec.EnvStateError, match=r"env 0.* no progress for \d+ s.* 1 more thread \(simulation\)"
+    ):
+        envs.save()
+    assert not psutil.Process(pid).children()  # the forked copy was killed
+    assert envs.step([0, 0]).obs.tolist() == [[1], [1]]

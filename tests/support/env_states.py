@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 import jaxvec
-from jaxvec._envs.env_states import SlotState, StatefulEnv, pack, unpack
+from jaxvec._envs.slice import SlotData
+from jaxvec._extensions.states.env_states import StatefulEnv
+from jaxvec._extensions.states.proof import prove
+from jaxvec._extensions.states.slot_states import SlotState, pack, unpack
 
 
 def copied(state):
     """Returns the state as another process gets it."""
-    (packed,) = pack([SlotState(0, state, (0, 0, 0), (0, None, None), {}, False, {})])
+    (packed,) = pack([SlotState(0, state, SlotData((0, 0, 0), (0, None, None), {}, False, {}))])
     return unpack(packed).env
 
 
@@ -38,7 +41,7 @@ def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
             if result[2] or result[3]:
                 env.reset()
 
-    mine.verify(fresh=True)
+    prove(mine, fresh=True)
     other.env.reset(seed=5)
     wander(other.env)
     assert_equal(mine.env.reset(seed=3), straight.reset(seed=3))
@@ -61,7 +64,7 @@ def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
             count += 1
             assert_equal(mine.env.reset(), straight.reset(), step)
     assert count >= ends
-    mine.verify()
+    prove(mine)
     for env in (straight, mine.env, other.env):
         env.close()
 

@@ -27,11 +27,11 @@ def _pool(envs: jaxvec.VectorEnv | Pool) -> Pool:
 
 
 def engine(envs: jaxvec.VectorEnv | Pool) -> Engine:
-    return _pool(envs)._engine
+    return _pool(envs).engine
 
 
 def pending_envs(envs: jaxvec.VectorEnv | Pool) -> PendingEnvs:
-    return _pool(envs)._pending_envs
+    return _pool(envs).pending_envs
 
 
 def num_served(envs: jaxvec.VectorEnv | Pool) -> int:
@@ -46,7 +46,7 @@ def segment(envs: jaxvec.VectorEnv | Pool) -> Any:
 
 def results(envs: jaxvec.VectorEnv | Pool) -> Any:
     """Returns the arrays of the time step in the segment."""
-    return _pool(envs)._views._results
+    return _pool(envs).views._results
 
 
 def set_timeouts(envs: jaxvec.VectorEnv | Pool, *seconds: float) -> None:
@@ -58,7 +58,7 @@ def set_timeouts(envs: jaxvec.VectorEnv | Pool, *seconds: float) -> None:
 
 
 def workers(envs: jaxvec.VectorEnv | Pool) -> Any:
-    return _pool(envs)._workers
+    return _pool(envs).workers
 
 
 def supervisor(envs: jaxvec.VectorEnv | Pool) -> Supervisor:
@@ -128,7 +128,7 @@ def placement(envs: jaxvec.VectorEnv | Pool) -> Any:
 
 def slice_infos(env_slice: Any) -> Any:
     """Returns the raw infos that an `EnvSlice` keeps."""
-    return env_slice._rows.infos
+    return env_slice.rows.infos
 
 
 def committed_rows(env_slice: Any) -> Any:
@@ -138,7 +138,7 @@ def committed_rows(env_slice: Any) -> Any:
 
 def slots(env_slice: Any) -> Any:
     """Returns the `SlotEnvs` of an `EnvSlice`."""
-    return env_slice._slots
+    return env_slice.slots
 
 
 def adapted_pool(envs: Any) -> Any:

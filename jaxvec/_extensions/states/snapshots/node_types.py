@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 
 from jaxvec import _native
-from jaxvec._snapshots.nodes import (
+from jaxvec._extensions.states.snapshots.nodes import (
     ATOMS,
     NOTHING,
     CannotCopy,

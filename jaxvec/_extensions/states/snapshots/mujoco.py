@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver
+from jaxvec._extensions.states.snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
 
 def _mujoco() -> Any:

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._envs.env_states import SlotState
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
+from jaxvec._extensions.states.slot_states import SlotState
 from jaxvec._memory.segment import Arrays, Rows, index_of, make_layout, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._util import dumps
@@ -36,13 +36,13 @@ class Simulator:
         first: int,
         running: memoryview,
         spec: PoolSpec,
-        stepper_of: Callable[[list[Env], EnvFn, Arrays], Stepper],
+        stepper_of: Callable[[list[Env], EnvFn, PoolSpec, Arrays], Stepper],
         others: Callable[[], list[tuple[str | int, Env]]],
     ) -> None:
         self.steps = 0  # so far
         self._env_fns, self._first, self._running = env_fns, first, running
         self._spec = replace(spec, num_envs=_MAX_ROWS, batch_size=_MAX_ROWS)
-        self._stepper_of = stepper_of  # takes envs, the function that built them, and their arrays
+        self._stepper_of = stepper_of  # takes envs, their function, specification and arrays
         self._others = others  # returns the envs of the pool, each with its slot
         self._kinds: list[Hashable] | None = None
         # Built when needed: the env of each kind, its stepper, statistics, and leaves of actions and results.
@@ -70,7 +70,7 @@ class Simulator:
         after = list(states)  # an idle env takes no step, and the parent has its row
         by_kind: dict[Hashable, list[int]] = {}
         for place, state in enumerate(states):
-            if state.episode[0] != IDLE:
+            if state.data.episode[0] != IDLE:
                 by_kind.setdefault(self.kind(state.slot), []).append(place)
         for kind, places in by_kind.items():
             for start in range(0, len(places), _MAX_ROWS):
@@ -126,7 +126,7 @@ class Simulator:
         with EnvErrorContext(slot, "simulate"):
             arrays = private_segment(self._layout)
             # Before the reset, because `StatefulEnv` has to observe the env from its first reset on.
-            stepper = self._stepper_of(envs * _MAX_ROWS, env_fn, arrays)
+            stepper = self._stepper_of(envs * _MAX_ROWS, env_fn, self._spec, arrays)
             envs[0].reset(seed=0)  # wrappers and simulators require a reset before a restore
         stored = [arrays[leaf.path] for leaf in self._spec.action_leaves]
         rows = [arrays[leaf.path] for leaf in self._spec.timestep_leaves]

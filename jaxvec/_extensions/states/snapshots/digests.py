@@ -30,8 +30,8 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 
-from jaxvec._snapshots import arrays, node_types, snapshot
-from jaxvec._snapshots.nodes import (
+from jaxvec._extensions.states.snapshots import arrays, node_types, snapshot
+from jaxvec._extensions.states.snapshots.nodes import (
     ATOMS,
     SAVE_FUNCTIONS,
     CannotCopy,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver
+from jaxvec._extensions.states.snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
 # Array classes without further attributes.
 _ARRAY_CLASSES = (np.ndarray, np.recarray, np.matrix)

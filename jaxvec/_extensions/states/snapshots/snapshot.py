@@ -31,10 +31,10 @@ import gymnasium
 import numpy as np
 
 from jaxvec import _native
-from jaxvec._snapshots import arrays, functions, node_types
-from jaxvec._snapshots.ale import WatchedALE, save_ale
-from jaxvec._snapshots.mujoco import save_data, save_model, save_physics
-from jaxvec._snapshots.nodes import (
+from jaxvec._extensions.states.snapshots import arrays, functions, node_types
+from jaxvec._extensions.states.snapshots.ale import WatchedALE, save_ale
+from jaxvec._extensions.states.snapshots.mujoco import save_data, save_model, save_physics
+from jaxvec._extensions.states.snapshots.nodes import (
     ATOMS,
     KEPT,
     SAVE_FUNCTIONS,
@@ -48,7 +48,7 @@ from jaxvec._snapshots.nodes import (
     save_atom,
     slots_of,
 )
-from jaxvec._snapshots.pictures import save_font, save_picture
+from jaxvec._extensions.states.snapshots.pictures import save_font, save_picture
 
 # --- How each type is saved ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver, is_global
+from jaxvec._extensions.states.snapshots.nodes import CannotCopy, Node, Restorer, Saver, is_global
 
 
 @dataclass(slots=True, eq=False)

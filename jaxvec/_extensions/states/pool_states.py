@@ -1,55 +1,154 @@
-"""Saved states of envs, as the pool keeps them.
+"""The half of saved states in the program.
 
-A state is kept under a number, in three places: its env data in the worker (`_envs/env_states.py`), its time
-step in the `StateTable` here, and its name (pool id and number) in the user's `EnvState`.
+A state is kept under a number, in three places: its env data in the worker (`slice_states.py`), its time step
+in the `TimestepTable` here, and its name (pool id and number) in the user's `EnvState`.
 
     save      the workers keep the env data under new numbers; the table keeps the time steps
     restore   the workers restore the env data of these numbers; the pool copies the time steps back
     simulate  the workers step copies of envs, and keep the results under new numbers
-    files     `pack_states` turns exported states into bytes, and `unpack_states` reads them
+    files     `pack` turns states into bytes (`state_files.py`), and `unpack` keeps those of bytes
 
-`SavedStates` sends the requests to the workers. All calls are made by the only thread inside the engine.
+A dispatch does the common case; `PoolStates.request` does the rest, and reports errors.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
-import struct
-import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.move import Verb
-from jaxvec._envs.env_states import LostStates
-from jaxvec._envs.slice import RequestName
-from jaxvec._errors import ResetNeededError, StaleStateError, StateFileError
-from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, index_of
-from jaxvec._pool.env_calls import EnvCalls
+from jaxvec._dispatch.move import Move, Verb
+from jaxvec._errors import ResetNeededError, StaleStateError
+from jaxvec._extensions.states.slot_states import LostStates
+from jaxvec._extensions.states.state_files import PackedStates
+from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, copies, index_of
+from jaxvec._pool import registry
+from jaxvec._pool.extension import PoolExtension
+from jaxvec._pool.pool import Pool
+from jaxvec._pool.state import ActiveMove
 from jaxvec._spec import Autoreset, PoolSpec
-from jaxvec._workers.base import WorkerGroup
 from jaxvec._workers.diagnosis import check_all
 
-_LOST = -1  # value of `StateTable.worker` for a state lost in a fault
+_LOST = -1  # value of `TimestepTable.worker` for a state lost in a fault
+Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of states, or their pickles
+
+# --- Operations on a pool --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PackedStates:
-    """States on their way to another pool or to a file."""
+def save(pool: Pool, move: Move) -> NDArray[np.uint32]:
+    """Saves the states of the envs of a move, and returns their names `[n, 3]`."""
+    slots, mine = move.slots, _of(pool, len(move.slots))
+    with pool.exclusive_move(move) as active:
+        pool.state.check_status(pool.engine.check_envs(slots, stepped=False), slots)
+        ids, places = mine.save(pool, active, slots, pool.pending_envs.needs_reset[slots])
+        pool.views.read(slots, _copy_into(mine.table.rows, places))
+        pool.engine.advance(move)
+        return ids
 
-    data: Sequence[bytes]  # `[n]` pickles of the env data
-    rows: Rows  # leaves `[n, ...]` of the time steps that were current when the states were saved
-    needs_reset: NDArray[np.bool_]  # `[n]` envs that must be reset before they are stepped
+
+def restore(
+    pool: Pool,
+    move: Move,
+    states: NDArray[np.uint32],
+    mask: NDArray[np.bool_] | None = None,
+    *,
+    deliver: Deliver = copies,
+) -> Rows:
+    """Restores the envs of a move, or those of `mask`, to states `[n, 3]`; returns the rows of all.
+
+    The states may be of any pools with the same specification. A failure breaks the pool.
+    """
+    slots, mine = move.slots, _of(pool)
+    chosen, states = (slots, states) if mask is None else (slots[mask], states[mask])
+    packed = None if (states[:, 0] == pool.id).all() else _collect(pool, states)
+    with pool.exclusive_move(move) as active:
+        pool.state.check_status(pool.engine.check_envs(slots, stepped=False), slots)
+        pool.engine.wait_for_copies()
+        sources, rows, needs_reset = mine.find(pool, chosen, states, packed)
+        with pool.state.breaking():
+            mine.restore(pool, active, chosen, sources, rows)
+        pool.views.write(chosen, rows)
+        pool.pending_envs.needs_reset[chosen] = needs_reset
+        pool.engine.advance(move)
+        return pool.views.read(slots, deliver)
 
 
-class StateTable:
+def simulate(
+    pool: Pool, states: NDArray[np.uint32], actions: Rows, *, deliver: Deliver = copies
+) -> tuple[NDArray[np.uint32], Rows]:
+    """Steps copies of envs from saved states. Returns the new states' names, and the time steps."""
+    mine = _of(pool)
+    with pool.state.track(Move(Verb.SIMULATE, pool.all)) as active, pool.engine.exclusive():
+        pool.state.check()
+        return mine.simulate(pool, active, states, actions, deliver)
+
+
+def pack(pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
+    """Returns states in a form that other pools can restore."""
+    mine = _of(pool)
+    with pool.engine.exclusive():
+        pool.state.check()
+        return mine.pack(pool, states)
+
+
+def unpack(pool: Pool, packed: PackedStates) -> NDArray[np.uint32]:
+    """Keeps states of another pool, and returns their names `[n, 3]`."""
+    mine = _of(pool, len(packed.data))
+    with pool.engine.exclusive():
+        pool.state.check()
+        return mine.unpack(pool, packed)
+
+
+def _of(pool: Pool, count: int = 1) -> PoolStates:
+    """Returns the states of a pool, which needs to keep `count` more."""
+    mine = pool.extension(PoolStates)
+    if mine is None:
+        pool.state.check()
+        raise _too_many(count, 0, pool.id)
+    return mine
+
+
+def _collect(pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
+    """Returns states of several pools, in their order."""
+    data: list[bytes] = [b""] * len(states)
+    rows = [np.empty((len(states), *leaf.shape), leaf.stored) for leaf in pool.spec.timestep_leaves]
+    needs_reset = np.empty(len(states), np.bool_)
+    for pool_id in np.unique(states[:, 0]).tolist():
+        places = np.flatnonzero(states[:, 0] == pool_id)
+        other = registry.get(pool_id)
+        if not pool_id or other is None or other.closed:
+            raise StaleStateError(
+                f"states of pool {pool_id} are lost: it was closed, or is in another process; save them again"
+                if pool_id
+                else "a state is uninitialised (all zeros); pass a state that save or simulate returned"
+            )
+        if other.spec.fingerprint != pool.spec.fingerprint:
+            raise StaleStateError(
+                f"states of pool {pool_id} do not fit pool {pool.id}, which has other spaces or options; "
+                "restore states of a pool with the same specification"
+            )
+        packed = pack(other, states[places])
+        for place, one in zip(places.tolist(), packed.data, strict=True):
+            data[place] = one
+        for row, part in zip(rows, packed.rows, strict=True):
+            row[places] = part
+        needs_reset[places] = packed.needs_reset
+    return PackedStates(data, rows, needs_reset)
+
+
+def _too_many(count: int, capacity: int, pool_id: int) -> ValueError:
+    return ValueError(
+        f"can't keep {count} states at once, because pool {pool_id} keeps {capacity}; "
+        f"make it with states={count} or more, the number that your program uses at the same time"
+    )
+
+
+# --- Time steps of states --------------------------------------------------------------------------------
+
+
+class TimestepTable:
     """A ring buffer of the time steps that belong to saved states.
 
     A state's number determines its place in the ring. A number is never reused, so the place of a replaced
@@ -60,13 +159,10 @@ class StateTable:
         self._pool_id, self._capacity = pool_id, capacity
         self.rows: list[NDArray[Any]] = []
         # `np.zeros` takes pages from the kernel only once they are written, so an unused table costs nothing.
-        try:
-            self.worker: NDArray[np.int_] = np.zeros(capacity, np.int_)  # index of the worker that keeps it
-            self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # before a step of its env
-            self._incarnations = np.zeros(capacity, np.int64)  # replacements of the worker before the save
-            self._numbers = np.zeros(capacity, np.int64)  # 0 for a free place
-        except (MemoryError, ValueError, OverflowError) as error:
-            raise ValueError(f"can't keep {capacity} states: {error}; keep fewer") from error
+        self.worker: NDArray[np.int_] = np.zeros(capacity, np.int_)  # index of the worker that keeps it
+        self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # before a step of its env
+        self._incarnations = np.zeros(capacity, np.int64)  # replacements of the worker before the save
+        self._numbers = np.zeros(capacity, np.int64)  # 0 for a free place
         self._next = 1
 
     def attach(self, spec: PoolSpec, arrays: Arrays) -> None:
@@ -91,10 +187,7 @@ class StateTable:
     def allocate(self, count: int) -> NDArray[np.int64]:
         """Returns the numbers of `count` new states, and frees their places."""
         if count > self._capacity:
-            raise ValueError(
-                f"can't keep {count} states at once, because pool {self._pool_id} keeps {self._capacity}; "
-                f"make it with states={count} or more, the number that your program uses at the same time"
-            )
+            raise _too_many(count, self._capacity, self._pool_id)
         numbers = np.arange(self._next, self._next + count)
         self._next += count
         self._numbers[self.places(numbers)] = 0
@@ -176,141 +269,62 @@ class StateTable:
         )
 
 
-# --- The format of files, and of arrays in checkpoints ---------------------------------------------------
-# A line with the version of the format; the fingerprint of the pool's specification; a checksum of the rest;
-# and a pickle. Reading it can run code, as any pickle can.
-
-_MAGIC = b"jaxvec states 1\n"
-_HEAD = struct.Struct("<q16s")  # fingerprint, checksum
+# --- The states of one pool ------------------------------------------------------------------------------
 
 
-def pack_states(states: PackedStates, fingerprint: int) -> bytes:
-    """Returns states as bytes, marked with the fingerprint of their pool's specification."""
-    content = pickle.dumps((states.data, states.rows, states.needs_reset), 5)
-    return _MAGIC + _HEAD.pack(fingerprint, _checksum(content)) + content
+class PoolStates(PoolExtension):
+    """The saved states of a pool's envs. The calls are made by the only thread inside the engine."""
 
-
-def unpack_states(data: bytes, fingerprint: int, name: str) -> PackedStates:
-    """Returns the states in bytes of `pack_states`, for a pool with this fingerprint.
-
-    Raises:
-        StateFileError: The file or array `name` has no states, damaged ones, or ones of another pool.
-    """
-    start = len(_MAGIC) + _HEAD.size
-    if data[: len(_MAGIC)] != _MAGIC:
-        if data.startswith(_MAGIC.rpartition(b" ")[0]):
-            raise StateFileError(
-                f"{name}: another version of jaxvec wrote these states; read them with that one"
-            )
-        raise StateFileError(f"{name}: this is not a file or array of saved states; use one of save_states")
-    if len(data) < start:
-        raise StateFileError(f"{name}: the states are cut short; save them again")
-    saved_fingerprint, checksum = _HEAD.unpack(data[len(_MAGIC) : start])
-    content = data[start:]
-    if checksum != _checksum(content):
-        raise StateFileError(
-            f"{name}: the states were cut short or changed after they were written; save again"
-        )
-    if saved_fingerprint != fingerprint:
-        raise StateFileError(
-            f"{name}: the states are of envs with other spaces, or of a pool with other options; make the "
-            "pool with the spaces and options of the pool that saved them"
-        )
-    try:
-        return PackedStates(*pickle.loads(content))
-    except Exception as error:  # an observation may be an object of a class that is not known here
-        raise StateFileError(
-            f"{name}: the states can't be unpickled in this process: {type(error).__name__}: {error}; the "
-            "classes of their objects have to be importable here"
-        ) from error
-
-
-def write_states(path: Path, data: bytes) -> None:
-    """Writes a file atomically: after a crash it has either its old or its new content."""
-    descriptor, name = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)  # the rename must not reach the disk before the data
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise
-
-
-def _checksum(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
-
-
-# --- Requests to the workers -----------------------------------------------------------------------------
-
-# `Pool._send_states`: dispatches saves or restores, and returns the indices of the envs that were left out.
-Send: TypeAlias = Callable[[Verb, NDArray[Any], NDArray[np.int64]], NDArray[np.int_]]
-Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of states, or their pickles
-
-
-class SavedStates:
-    """The saved states of a pool's envs: saves, restores and simulates them in the workers."""
-
-    def __init__(
-        self,
-        spec: PoolSpec,
-        workers: WorkerGroup,
-        env_calls: EnvCalls,
-        table: StateTable,
-        arrays: Arrays,
-        *,
-        resets_required: bool,
-    ) -> None:
-        self.table: StateTable = table
-        table.attach(spec, arrays)
+    def __init__(self, pool: Pool, arrays: Arrays, capacity: int) -> None:
+        spec = self._spec = pool.spec
+        self.table: TimestepTable = TimestepTable(capacity, pool_id=pool.id)
+        self.table.attach(spec, arrays)
+        self._numbers, self._oldest = arrays["state",], arrays["oldest_state",]
         self._first_simulated = arrays["first_simulated",]
         # What a dispatched simulation passes to the workers: states before and after it, and actions.
         self._simulated: list[NDArray[Any]] = []
-        if table.rows and workers.moves_states and not any(leaf.is_object for leaf in spec.action_leaves):
+        if capacity and pool.workers.takes_verbs and not any(leaf.is_object for leaf in spec.action_leaves):
             leaves = [("simulated", *leaf.path) for leaf in spec.action_leaves]
             paths = ("simulated_before",), ("simulated_after",), *leaves
             self._simulated = [arrays[path] for path in paths]
-        self._spec = spec
-        self._workers = workers
-        self._env_calls = env_calls
-        self._worker_of = env_calls.worker_of
-        self._resets_required = resets_required
+        self._worker_of = pool.env_calls.worker_of
         self._leaf = {leaf.path: index for index, leaf in enumerate(spec.timestep_leaves)}
 
+    def stats(self) -> Mapping[str, int]:
+        return {"states": self.table.count, "state_row_bytes": self.table.row_bytes}
+
     def forget(self) -> None:
-        """Drops the views of the segment."""
-        self.table.rows, self._simulated, self._first_simulated = [], [], np.zeros(0, np.int64)
+        nothing = np.zeros(0, np.int64)
+        self.table.rows, self._simulated = [], []
+        self._numbers = self._oldest = self._first_simulated = nothing
 
     def save(
-        self, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.uint32], Deliver]:
-        """Saves the states of envs. Returns their names `[n, 3]`, and a function that keeps their time steps.
+        self, pool: Pool, active: ActiveMove, slots: NDArray[Any], needs_reset: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int_]]:
+        """Saves the states of envs, and returns their names `[n, 3]` and the places of their time steps.
 
-        `needs_reset`, `[n]`, has the envs that must be reset before they are stepped. `send` refers to the
-        pool, so it is an argument: as an attribute it would be part of a reference cycle.
+        `needs_reset`, `[n]`, has the envs that must be reset before they are stepped.
         """
         table, workers = self.table, self._worker_of[slots]
         numbers = table.allocate(len(slots))
-        rest = self._dispatch(send, Verb.SAVE, slots, numbers)
+        rest = self._dispatch(pool, active, Verb.SAVE, slots, numbers)
         self._request(
-            "save_states",
+            pool,
+            "save",
             workers[rest],
             lambda mine: (slots[rest[mine]].tolist(), numbers[rest[mine]].tolist(), table.oldest),
         )
-        places = table.fill(numbers, workers, self._incarnations[workers], needs_reset)
-        return table.ids(numbers), _copy_into(table.rows, places)
+        places = table.fill(numbers, workers, _incarnations(pool)[workers], needs_reset)
+        return table.ids(numbers), places
 
     def find(
-        self, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
+        self, pool: Pool, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
     ) -> tuple[Sources, list[NDArray[Any]], NDArray[np.bool_]]:
         """Returns the states for `slots`: sources for the workers, time steps, and `needs_reset`."""
         sources: Sources
         if packed is None:
-            numbers = self.table.find(ids, self._incarnations)
-            places, sources = self.table.places(numbers), self._sources_for(slots, numbers)
+            numbers = self.table.find(ids, _incarnations(pool))
+            places, sources = self.table.places(numbers), self._sources_for(pool, slots, numbers)
             rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
         else:
             sources, rows, needs_reset = packed.data, list(packed.rows), packed.needs_reset
@@ -320,21 +334,25 @@ class SavedStates:
             moved = [place for place, source in enumerate(sources) if isinstance(source, bytes)]
             data = np.array(sources, object)[moved]
             self._request(
-                "compare_states",
+                pool,
+                "compare",
                 self._worker_of[slots[moved]],
                 lambda mine: (slots[moved][mine].tolist(), data[mine].tolist()),
             )
         return sources, rows, needs_reset
 
-    def restore(self, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows) -> None:
+    def restore(
+        self, pool: Pool, active: ActiveMove, slots: NDArray[Any], sources: Sources, rows: Rows
+    ) -> None:
         """Restores envs to the states that `find` returned."""
         rest = np.arange(len(slots))
         if isinstance(sources, np.ndarray):
-            rest = self._dispatch(send, Verb.RESTORE, slots, sources)
+            rest = self._dispatch(pool, active, Verb.RESTORE, slots, sources)
             sources = sources.tolist()
-        far = None if self._workers.maps_segment else rows  # workers on other nodes need copies of the rows
+        far = None if pool.workers.maps_segment else rows  # workers on other nodes need copies of the rows
         self._request(
-            "restore_states",
+            pool,
+            "restore",
             self._worker_of[slots[rest]],
             lambda mine: (
                 slots[rest[mine]].tolist(),
@@ -345,16 +363,16 @@ class SavedStates:
         )
 
     def simulate(
-        self, send: Send | None, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
+        self, pool: Pool, active: ActiveMove, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
     ) -> tuple[NDArray[np.uint32], Rows]:
-        """Steps copies of envs; see `Pool.simulate`. Without `send`, by requests only."""
+        """Steps copies of envs; see the function `simulate`."""
         table = self.table
-        sources = table.find(ids, self._incarnations)
+        sources = table.find(ids, _incarnations(pool))
         before = table.places(sources)
         # Read before `allocate`, which may give the places of the sources to the new states.
         workers, env_ids = table.worker[before], table.rows[self._leaf["info", "env_id"]][before]
         ended = np.flatnonzero(table.needs_reset[before])
-        if ended.size and self._resets_required:
+        if ended.size and pool.resets_required:
             raise ResetNeededError(
                 f"state {ended[0]} can't be simulated: its episode is over, or its env was never reset. "
                 "Choose between such states and others with jnp.where, or make the pool with "
@@ -363,50 +381,50 @@ class SavedStates:
         idle, idle_rows = self._idle_rows(before)
         numbers, oldest = table.allocate(len(workers)), table.oldest
         rest = workers
-        if send is not None and self._simulated and len(workers):
-            rest = self._dispatch_simulation(send, workers, sources, numbers, actions)
+        if self._simulated and len(workers) and not len(pool.pending_envs.sent):  # which can't be dispatched
+            rest = self._dispatch_simulation(pool, active, workers, sources, numbers, actions)
         answers = self._request(
-            "simulate_states",
+            pool,
+            "simulate",
             rest,
             lambda mine: (sources[mine].tolist(), numbers[mine].tolist(), [a[mine] for a in actions], oldest),
         )
-        after = table.fill(numbers, workers, self._incarnations[workers], np.False_)
+        after = table.fill(numbers, workers, _incarnations(pool)[workers], np.False_)
         for worker, answer in enumerate(answers):
             for row, part in zip(table.rows, answer or (), strict=bool(answer)):
                 row[after[workers == worker]] = part
         for row, part in zip(table.rows, idle_rows, strict=bool(idle_rows)):
             row[after[idle]] = part
         table.rows[self._leaf["info", "env_id"]][after] = env_ids
-        if self._resets_required and self._spec.autoreset is Autoreset.DISABLED:
+        if pool.resets_required and self._spec.autoreset is Autoreset.DISABLED:
             table.needs_reset[after] = self._ended(after)
         return table.ids(numbers), deliver(table.rows, index_of(after))
 
-    def pack(self, ids: NDArray[np.uint32]) -> PackedStates:
+    def pack(self, pool: Pool, ids: NDArray[np.uint32]) -> PackedStates:
         """Returns states in a form that other pools can restore."""
-        numbers = self.table.find(ids, self._incarnations)
+        numbers = self.table.find(ids, _incarnations(pool))
         places = self.table.places(numbers)
-        return PackedStates(self._export(numbers), self.table.read(places), self.table.needs_reset[places])
+        return PackedStates(
+            self._export(pool, numbers), self.table.read(places), self.table.needs_reset[places]
+        )
 
-    def unpack(self, packed: PackedStates) -> NDArray[np.uint32]:
+    def unpack(self, pool: Pool, packed: PackedStates) -> NDArray[np.uint32]:
         """Keeps states of another pool, and returns their names `[n, 3]`."""
         slots = packed.rows[self._leaf["info", "env_id"]].astype(np.intp) % self._spec.num_envs
         workers = self._worker_of[slots]
         numbers, oldest = self.table.allocate(len(workers)), self.table.oldest
         data = np.array(packed.data, object)
         self._request(
-            "import_states",
+            pool,
+            "import",
             workers,
             lambda mine: (slots[mine].tolist(), numbers[mine].tolist(), data[mine].tolist(), oldest),
         )
-        places = self.table.fill(numbers, workers, self._incarnations[workers], packed.needs_reset)
+        places = self.table.fill(numbers, workers, _incarnations(pool)[workers], packed.needs_reset)
         for row, part in zip(self.table.rows, packed.rows, strict=True):
             row[places] = part
         self.table.rows[self._leaf["info", "env_id"]][places] = slots
         return self.table.ids(numbers)
-
-    @property
-    def _incarnations(self) -> NDArray[np.int64]:
-        return np.array(self._workers.incarnations, np.int64)
 
     def _ended(self, places: NDArray[np.int_]) -> NDArray[np.bool_]:
         terminated, truncated = (self.table.rows[self._leaf[name,]] for name in ("terminated", "truncated"))
@@ -423,24 +441,32 @@ class SavedStates:
         return idle, rows
 
     def _dispatch(
-        self, send: Send, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
+        self,
+        pool: Pool,
+        active: ActiveMove,
+        verb: Verb,
+        slots: NDArray[Any],
+        numbers: NDArray[np.int64],
     ) -> NDArray[np.int_]:
-        """Saves or restores states by a dispatch, and returns the indices of the envs that were left out.
+        """Saves, restores or simulates by a dispatch, and returns the indices of the envs that were left out.
 
         A request for those is slower, but handles all cases and reports their errors.
         """
-        if not self._workers.moves_states:
+        if not pool.workers.takes_verbs:
             return np.arange(len(slots))
-        before = [*self._workers.last_errors]
-        rest = send(verb, slots, numbers)
+        before = [*pool.workers.last_errors]
+        self._numbers[slots], self._oldest[0] = numbers, self.table.oldest
+        pool.dispatch(active, verb, slots)
+        rest = np.flatnonzero(self._numbers[slots])  # a worker sets the number to 0 when it is done
         late = set(self._worker_of[slots[rest]].tolist())
-        errors = self._workers.last_errors
+        errors = pool.workers.last_errors
         check_all([errors[each] for each in late if errors[each] is not before[each]])
         return rest
 
     def _dispatch_simulation(
         self,
-        send: Send,
+        pool: Pool,
+        active: ActiveMove,
         workers: NDArray[np.int_],
         sources: NDArray[np.int64],
         numbers: NDArray[np.int64],
@@ -457,7 +483,7 @@ class SavedStates:
         order = slice(None) if is_sorted else workers.argsort(kind="stable")
         values = [array[order] for array in (sources, numbers, *actions)]
         self._write_simulation(slots, (stops - counts)[involved], values)
-        late = self._dispatch(send, Verb.SIMULATE, slots, stops[involved])
+        late = self._dispatch(pool, active, Verb.SIMULATE, slots, stops[involved])
         return np.where(np.isin(workers, involved[late]), workers, -1) if late.size else workers[:0]
 
     def _write_simulation(self, slots: NDArray[Any], starts: NDArray[Any], values: Rows) -> None:
@@ -466,20 +492,20 @@ class SavedStates:
         for array, each in zip(self._simulated, values, strict=True):
             array[: len(each)] = each
 
-    def _sources_for(self, slots: NDArray[Any], numbers: NDArray[np.int64]) -> Sources:
+    def _sources_for(self, pool: Pool, slots: NDArray[Any], numbers: NDArray[np.int64]) -> Sources:
         """Returns the number of each state, or its pickle if another worker than the env's keeps it."""
         far = np.flatnonzero(self.table.worker[self.table.places(numbers)] != self._worker_of[slots])
         if not far.size:
             return numbers
         sources: list[int | bytes] = numbers.tolist()
-        for place, data in zip(far.tolist(), self._export(numbers[far]), strict=True):
+        for place, data in zip(far.tolist(), self._export(pool, numbers[far]), strict=True):
             sources[place] = data
         return sources
 
-    def _export(self, numbers: NDArray[np.int64]) -> list[bytes]:
+    def _export(self, pool: Pool, numbers: NDArray[np.int64]) -> list[bytes]:
         """Returns the pickles of states, from the workers that keep them."""
         workers = self.table.worker[self.table.places(numbers)]
-        answers = self._request("export_states", workers, lambda mine: (numbers[mine].tolist(),))
+        answers = self._request(pool, "export", workers, lambda mine: (numbers[mine].tolist(),))
         packed: list[bytes] = [b""] * len(numbers)
         for worker, answer in enumerate(answers):
             for place, data in zip(np.flatnonzero(workers == worker).tolist(), answer or (), strict=True):
@@ -488,11 +514,12 @@ class SavedStates:
 
     def _request(
         self,
-        name: RequestName,
+        pool: Pool,
+        name: str,
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
     ) -> list[Any]:
-        """Calls a method of `EnvSlice` in the workers with an entry in `workers`, `[n]`.
+        """Calls a function of `SliceStates` in the workers with an entry in `workers`, `[n]`.
 
         `arguments` maps the mask `[n]` of a worker's entries to the arguments of its call.
         """
@@ -503,11 +530,16 @@ class SavedStates:
 
         if not workers.size:
             return []
-        answers = self._env_calls.request(name, each)
+        answers = pool.env_calls.request(name, each)
         gone = [number for answer in answers if isinstance(answer, LostStates) for number in answer.numbers]
         if gone:
             raise self.table.lost(np.array(gone))
         return answers
+
+
+def _incarnations(pool: Pool) -> NDArray[np.int64]:
+    """Returns how often each worker was replaced, `[num_workers]`."""
+    return np.array(pool.workers.incarnations, np.int64)
 
 
 def _copy_into(rows: Rows, places: NDArray[np.int_]) -> Deliver:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver
+from jaxvec._extensions.states.snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
 _PERIOD, _SHIFT = 624, 397  # n and m of MT19937, ALE's random generator
 _NUMBERS = re.compile(rb"(?:\d+ ){%d}\d+" % _PERIOD)

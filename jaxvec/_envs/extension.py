@@ -1,0 +1,33 @@
+"""The door for subsystems in a worker: `SliceExtension`, which works beside the steps of an `EnvSlice`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from jaxvec._dispatch.move import Verb
+
+
+class SliceExtension:
+    """One subsystem's half in a worker. `EnvSlice` calls its methods, which do nothing by default.
+
+    It may use what `EnvSlice` documents for extensions. An extension of `PoolExtension` is its half in the
+    program, and reaches it by requests and verbs.
+
+    Attributes:
+        requests: Functions that the program calls by name, while none of the slice's envs is pending. They
+            raise `EnvFailure`.
+        verbs: Functions that a dispatch calls with its slots. They do not raise: what they could not do, the
+            program requests again by name.
+    """
+
+    requests: Mapping[str, Callable[..., Any]] = {}
+    verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}
+
+    def env_built(self, index: int) -> None:
+        """Notes that the env at `index` was built, now or before the slice; it was never reset."""
+
+    def close(self) -> None:
+        """Closes envs that the extension has built for itself."""

@@ -1,0 +1,285 @@
+"""The state of one env and its wrappers: how it is saved, restored, and compared with the original.
+
+`StatefulEnv.restore` restores an `EnvState` into the same env, or into another of the same constructor.
+`snapshots/` copies the attributes. `proof.py` verifies that an env continues from its states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import gymnasium
+
+from jaxvec._envs.envs import Env
+from jaxvec._errors import EnvStateError
+from jaxvec._extensions.states.snapshots import nodes
+from jaxvec._extensions.states.snapshots.ale import watch_ale
+from jaxvec._extensions.states.snapshots.digests import Digest, DigestTaker
+from jaxvec._extensions.states.snapshots.snapshot import IncrementalSnapshot, find
+
+# --- The state of one env and its wrappers ---------------------------------------------------------------
+
+StateFunctions: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+
+ADVICE = (
+    "Give the env methods get_state() and set_state(state) that save and restore the rest of its state, pass "
+    "States(functions=(get_state, set_state)), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
+)
+_MAX_SHARED_NODES = 1000  # nodes that the states of an env share; some envs make new ones in each reset
+_GENERATOR = ("_np_random", "_np_random_seed")  # attributes that `gymnasium.Env` adds to a user's own
+
+
+@dataclass(slots=True, eq=False)
+class EnvState:
+    """The result of `StatefulEnv.save`, which does not change. It pickles if everything in the env does."""
+
+    kinds: tuple[str, ...]  # the names of the classes of the wrappers, outermost first, and of the env
+    layers: list[nodes.Fields]  # the attributes of each of them
+    own: Any  # a snapshot of the result of `get_state`; `None` without such a method
+    # Of the env that it was saved from, until a restore in another process has been compared with it.
+    original: Digest | None = None
+
+
+class StatefulEnv:
+    """An env that can save its own state, with that of its wrappers, and restore it.
+
+    Create it before the env's first reset: from then on it records the actions that ALE may repeat (sticky
+    actions), which are in no attribute.
+    """
+
+    def __init__(
+        self, env: Env, functions: StateFunctions | None = None, trust: tuple[type, ...] = ()
+    ) -> None:
+        """Starts to observe an env. The user's `functions` replace its attributes, except `np_random`.
+
+        `trust` are classes to copy by their own protocol.
+        """
+        self.env = env
+        self._functions = functions
+        self._trust = trust
+        self._shared: nodes.Shared = {}
+        self._walked: set[int] = set()  # ids of containers with parts that are also reached from elsewhere
+        self._find_layers()
+        watch_ale(self._layers[-1])
+
+    def save(self) -> EnvState:
+        """Returns the state of the env and its wrappers.
+
+        It contains their attributes and all objects that these refer to, random generators included. MuJoCo
+        and ALE save their own memory. If the env has `get_state` and `set_state`, these save whatever can't
+        be copied.
+
+        Raises:
+            EnvStateError: Something can't be copied. The message names the attribute and suggests what to do.
+        """
+        if self._incremental is not None and (changed := self._incremental.save()) is not None:
+            return EnvState(self._kinds, changed, None)
+        self._update_layers()
+        if len(self._shared) > _MAX_SHARED_NODES:
+            self._shared.clear()
+        fields, own = nodes.save_again(self._walk, self._walked)
+        if self._incremental is not None:
+            self._incremental.note(fields)
+        return EnvState(self._kinds, fields, own)
+
+    def _walk(self, first: dict[int, Any]) -> tuple[list[nodes.Fields], Any]:
+        """Saves the attributes of each layer, and the result of `get_state`."""
+        base, functions, methods = self._layers[-1], self._functions, self._methods
+        saver = nodes.Saver(
+            find, self._nodes.copy(), self._shared, walked=self._walked, first=first, trust=self._trust
+        )
+        for layer in self._layers:  # any attribute may hold `vars` of a layer
+            saver.owners[id(vars(layer))] = self._nodes[id(layer)]
+        layers: list[nodes.Fields] = []
+        own: Any = None
+        layer: Any = base
+        try:
+            for layer in self._layers:
+                if layer is not base:
+                    layers.append(nodes.save_layer(saver, layer))
+                elif functions is not None:
+                    held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
+                    layers.append(({}, {name: saver.value(value) for name, value in held.items()}, None))
+                    own = saver.value(functions[0](self.env))
+                elif methods is None:
+                    layers.append(nodes.save_layer(saver, base))
+                else:
+                    if isinstance(base, gymnasium.Wrapper):
+                        layers.append(nodes.NOTHING)  # its `get_state` covers the env inside, too
+                    else:
+                        saver.lenient = True
+                        layers.append(nodes.save_layer(saver, base))
+                        saver.lenient = False
+                    own = saver.value(methods[0](base))
+        except nodes.CannotCopy as error:
+            path = f"{type(layer).__name__}." + "".join(
+                name if name.startswith("[") or not number else f".{name}"
+                for number, name in enumerate(error.path)
+            )
+            # The reason is "it is an open file", or a sentence with a subject of its own.
+            reason = error.what[2:] if error.what.startswith("it is ") else f": {error.what}"
+            raise EnvStateError(
+                f"cannot save {type(base).__name__}: attribute {path}{reason}. {error.advice or ADVICE}"
+            ) from error
+        return layers, own
+
+    def digest(self, state: EnvState | None = None) -> Digest:
+        """Returns the digest of the env, with which another process compares its own; restores `state` first.
+
+        Raises:
+            EnvStateError: The env refers to something that can't be compared in another process.
+        """
+        if state is not None:
+            self._restore(state)
+        return self._take_digest().result()
+
+    def _take_digest(self) -> DigestTaker:
+        """Walks through all that `save` saves, except the result of `get_state`."""
+        self._update_layers()
+        base = self._layers[-1]
+        taker = DigestTaker(self._layers, self._trust)
+        try:
+            for layer in self._layers:
+                if layer is not base or (self._functions is None and self._methods is None):
+                    taker.layer(layer)
+                elif self._functions is not None:
+                    taker.layer(base, _GENERATOR)
+                elif not isinstance(base, gymnasium.Wrapper):
+                    taker.layer(base, lenient=True)
+        except (nodes.CannotCopy, RecursionError) as error:
+            where = ".".join(getattr(error, "path", ()))
+            raise EnvStateError(
+                f"cannot move a {type(base).__name__} to another process: attribute {where} can't be "
+                f"compared there: {error}. {ADVICE}"
+            ) from error
+        return taker
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of the classes of the wrappers, outermost first, and of the env, as they are now."""
+        self._update_layers()
+        return self._kinds
+
+    def check_fit(self, state: EnvState) -> None:
+        """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
+        kinds = self.kinds
+        if state.kinds != kinds:
+            raise EnvStateError(
+                f"this is a state of {' of '.join(state.kinds)}, but the env is {' of '.join(kinds)}; load "
+                "it into a pool with envs that the same functions make"
+            )
+
+    def restore(self, state: EnvState) -> bool:
+        """Restores a state of this env, or of another that the same function built; it may be used again.
+
+        Values are written into the existing objects, because windows, observation buffers and closures may
+        refer to them. Returns whether env and wrappers have the same attributes as before, with other values.
+
+        Raises:
+            EnvStateError: The state is that of an env of another class, or with other wrappers. Or it comes
+                from another process, and the env would differ from the original: it is then as before.
+        """
+        if state.original is None:
+            return self._restore(state)
+        before = self.save()
+        try:
+            self.compare(state)
+        except BaseException:
+            self._restore(before)
+            raise
+        state.original = None  # further restores are as those of its own process
+        return False
+
+    def compare(self, state: EnvState) -> None:
+        """Restores a state from another process, and compares the env with the original.
+
+        Raises:
+            EnvStateError: The state can't be restored, or the env differs from the original.
+        """
+        self._restore(state)
+        differs = None if state.original is None else self._take_digest().difference(state.original)
+        if differs is not None:
+            raise EnvStateError(
+                f"cannot move a {type(self._layers[-1]).__name__} to another process: {differs} would not be "
+                f"as in the original. {ADVICE}"
+            )
+
+    def _restore(self, state: EnvState) -> bool:
+        compiled = self._incremental if self._kinds == state.kinds else None
+        if compiled is not None and compiled.restore(state.layers):
+            return True
+        kinds = self.kinds  # updates the layers
+        layers = self._layers
+        if kinds != state.kinds:
+            raise EnvStateError(
+                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(kinds)}; "
+                "restore it into an env that the same function made"
+            )
+        base = layers[-1]
+        restorer = nodes.Restorer(layers)
+        try:
+            # `set_state` first, so that the saved attributes overwrite its side effects.
+            if self._functions is not None:
+                self._functions[1](self.env, restorer.value(state.own, None))
+            elif self._methods is not None:
+                self._methods[1](base, restorer.value(state.own, None))
+            for layer, fields in zip(layers, state.layers, strict=True):
+                nodes.restore_layer(restorer, layer, fields)
+        except nodes.CannotCopy as error:
+            raise EnvStateError(
+                f"cannot restore {type(base).__name__}: {error.what}. {error.advice or ADVICE}"
+            ) from error
+        return False
+
+    def _find_layers(self) -> None:
+        self._layers = _layers(self.env)
+        self._pairs = tuple(itertools.pairwise(self._layers))
+        self._classes = tuple(map(type, self._layers))
+        self._kinds = tuple(map(_name_of, self._classes))
+        self._methods = None if self._functions is not None else _own_methods(type(self._layers[-1]))
+        # The incremental snapshot covers attributes only.
+        attributes_only = self._functions is None and self._methods is None
+        self._incremental = IncrementalSnapshot(self._layers) if attributes_only else None
+        self._nodes: dict[int, Any] = dict(
+            zip(map(id, self._layers), nodes.layer_nodes(len(self._layers)), strict=True)
+        )
+
+    def _update_layers(self) -> None:
+        # User code may insert and remove wrappers, and change the class of an env.
+        wraps = all(outer.env is inner for outer, inner in self._pairs)
+        if not wraps or tuple(map(type, self._layers)) != self._classes:
+            self._find_layers()
+
+
+def _layers(env: Any) -> list[Any]:
+    """Returns the wrappers, outermost first, and the env. A wrapper with `get_state` counts as the env."""
+    layers = [env]
+    while isinstance(env, gymnasium.Wrapper) and _own_methods(type(env)) is None:
+        env = env.env
+        layers.append(env)
+    return layers
+
+
+@cache
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@cache
+def _own_methods(kind: type) -> Any:
+    """Returns `get_state` and `set_state` of a class; `None` without such a pair."""
+    methods = getattr(kind, "get_state", None), getattr(kind, "set_state", None)
+    return methods if _accepts(methods[0], 1) and _accepts(methods[1], 2) else None
+
+
+def _accepts(method: Any, count: int) -> bool:
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except (TypeError, ValueError):
+        return False
+    return True

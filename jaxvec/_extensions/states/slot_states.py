@@ -1,0 +1,171 @@
+"""The states of slots: how a worker saves, restores, keeps and pickles them.
+
+env and its wrappers --StatefulEnv.save--> EnvState --+
+the rest of the slot --EnvSlice.save_slot--> SlotData +--> SlotState --StateTable.add--> table, by number
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxvec import _stats
+from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.envs import Env
+from jaxvec._envs.slice import SlotData
+from jaxvec._errors import EnvStateError
+from jaxvec._extensions.states.env_states import EnvState, StatefulEnv
+from jaxvec._extensions.states.snapshots.pickling import dumps
+from jaxvec._options import States
+
+_MAX_UNMEASURED = 1024  # states between two measurements of their size
+
+
+class SlotState(NamedTuple):
+    """Everything that determines the future of a slot, except its row of the segment, which the parent keeps.
+
+    It can be restored into any env that the same function built.
+    """
+
+    slot: int  # the slot that it was saved from
+    env: EnvState  # of the env and its wrappers
+    data: SlotData  # of everything else
+
+
+@dataclass(frozen=True)
+class LostStates:
+    """Reply to a request that was not carried out, because these states were lost with an earlier worker."""
+
+    numbers: list[int]
+
+
+class StateTable:
+    """The states of a slice by number. The parent assigns the numbers in increasing order, each once."""
+
+    def __init__(self, stats: memoryview) -> None:
+        self.by_number: dict[int, SlotState] = {}
+        self._in_order: deque[int] = deque()  # the numbers
+        self._stats = stats  # the worker's row of statistics
+        self._size, self._until_measured, self._between = 0, 0, 1
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if number not in self.by_number]
+
+    def __getitem__(self, number: int) -> SlotState:
+        return self.by_number[number]
+
+    def add(self, numbers: Sequence[int], states: Sequence[SlotState]) -> None:
+        self.by_number.update(zip(numbers, states, strict=True))
+        self._in_order.extend(numbers)
+        # Measuring a state costs more than keeping it, so it is done less and less often.
+        self._until_measured -= len(states)
+        if self._until_measured < 0:
+            self._until_measured = self._between = min(2 * self._between, _MAX_UNMEASURED)
+            try:
+                self._size = len(dumps(states[-1]))
+            except Exception:  # a state that can't be pickled can still be kept
+                self._size = 0
+
+    @contextmanager
+    def evicting(self, oldest: int) -> Generator[None]:
+        """After the block, even if it fails, removes states with numbers below `oldest`, and counts bytes."""
+        try:
+            yield
+        finally:
+            numbers = self._in_order
+            while numbers and numbers[0] < oldest:
+                del self.by_number[numbers.popleft()]
+            self._stats[_stats.STATE_BYTES] = len(self.by_number) * self._size
+
+
+def pack(states: Iterable[SlotState]) -> list[bytes]:
+    """Pickles states for another process; raises `EnvStateError` if that fails."""
+    packed: list[bytes] = []
+    for state in states:
+        try:
+            packed.append(dumps(state))
+        except Exception as error:
+            raise EnvStateError(
+                f"the state of env {state.slot} can't be pickled, so it can't leave its process: {error}; "
+                "pass States(functions=(get_state, set_state)) with states that can be pickled"
+            ) from error
+    return packed
+
+
+def unpack(packed: bytes) -> SlotState:
+    """Unpickles a state; raises `EnvStateError` if that fails."""
+    try:
+        state: SlotState = pickle.loads(packed)
+    except Exception as error:
+        raise EnvStateError(
+            f"the state can't be unpickled in this process: {type(error).__name__}: {error}; "
+            "pass States(functions=(get_state, set_state)) with states that can be unpickled"
+        ) from error
+    return state
+
+
+# --- Saves and restores of slots -------------------------------------------------------------------------
+
+
+class SlotStates:
+    """The slots of a slice, by index: their states, and steps from these.
+
+    Attributes:
+        stateful: The object of each env that saves its state.
+    """
+
+    def __init__(self, env_slice: EnvSlice, options: States) -> None:
+        self._slice, self._options = env_slice, options
+        envs = env_slice.slots.envs
+        by_id = {id(env): self.observe(env) for env in envs}  # all slots of a simulator share one env
+        self.stateful = [by_id[id(env)] for env in envs]
+
+    def observe(self, env: Env) -> StatefulEnv:
+        """Returns the object that saves the state of an env that was never reset."""
+        return StatefulEnv(env, self._options.functions, tuple(self._options.trust))
+
+    def note_built(self, index: int) -> None:
+        self.stateful[index] = self.observe(self._slice.slots.envs[index])
+
+    def save(self, index: int, slot: int) -> SlotState:
+        """Returns the state of the env at `index`, labelled with `slot`."""
+        data = self._slice.save_slot(index)
+        return SlotState(slot, self.stateful[index].save(), data)
+
+    def restore(self, index: int, state: SlotState, *, moved: bool = False) -> None:
+        """Restores a state, except its row of the segment; `moved` as for `EnvSlice.restore_env`."""
+        self._slice.restore_slot(index, state.data, self._restore_env(index, state), moved=moved)
+
+    def step_from(self, states: Sequence[SlotState], after: list[SlotState], running: memoryview) -> None:
+        """Steps the envs of the first rows from `states`, and appends each next state to `after`.
+
+        All rows share one env, so each state is restored when the step before it is saved. `running` gets the
+        slot of each state in turn.
+        """
+        env_slice, last = self._slice, len(states) - 1
+        for index, state in enumerate(states):
+            env_slice.episodes.restore(index, state.data.episode)
+            env_slice.episodes.clear_marks(index)  # the row may contain flags of another state
+
+        def restore(index: int) -> None:
+            running[0] = states[index].slot + 1
+            env_slice.restore_env(index, states[index].data, self._restore_env(index, states[index]))
+
+        def save_and_restore_next(index: int) -> None:
+            after.append(self.save(index, states[index].slot))
+            if index < last:
+                env_slice.running[0] = index + 2  # an error of the restore is one of the next env
+                restore(index + 1)
+
+        restore(0)
+        env_slice.step_and_call(np.arange(len(states)), save_and_restore_next)
+
+    def _restore_env(self, index: int, state: SlotState) -> Callable[[], bool]:
+        return partial(self.stateful[index].restore, state.env)

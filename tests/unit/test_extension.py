@@ -1,0 +1,98 @@
+"""The doors for extensions: one written as `docs/design.md` describes, with an array and a request."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxvec import _envs
+from jaxvec._envs.extension import SliceExtension
+from jaxvec._options import Extension, PoolConfig, Restart
+from jaxvec._pool.extension import PoolExtension
+from jaxvec._spec import as_is
+from jaxvec._start import start
+from jaxvec._vector_env import pool_of
+from jaxvec.testing import CountingEnv
+
+
+class Builds(Extension):
+    """Counts how many envs each slot has had, in an array of the segment."""
+
+    def arrays(self, spec):
+        yield ("builds",), (spec.num_envs,), np.dtype(np.int64)
+
+    def on_slice(self, env_slice):
+        return SliceBuilds(env_slice)
+
+    def on_pool(self, pool, arrays):
+        return PoolBuilds(arrays["builds",])
+
+
+class SliceBuilds(SliceExtension):
+    """Its half in a worker."""
+
+    def __init__(self, env_slice):
+        self.first, self.builds = env_slice.first, env_slice.arrays["builds",]
+        self.requests = {"forget_builds": self.forget_builds}
+        self.builds[self.first : self.first + len(env_slice.slots.envs)] += 1
+
+    def env_built(self, index):
+        self.builds[self.first + index] += 1
+
+    def forget_builds(self, slots, values):
+        self.builds[slots] = values
+
+
+class PoolBuilds(PoolExtension):
+    """Its half in the program."""
+
+    def __init__(self, builds):
+        self.builds = builds
+
+    def forget_builds(self, pool, values):
+        pool.env_calls.request_each("forget_builds", pool.all, values)
+
+    def forget(self):
+        self.builds = None
+
+
+class Fragile(CountingEnv):
+    def step(self, action):
+        assert action != 9
+        return super().step(action)
+
+
+class WithBuilds(PoolConfig):
+    extensions = (Builds(),)
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+def test_both_halves_of_an_extension_share_an_array_and_a_request(backend):
+    config = WithBuilds(backend=backend, on_fault=Restart(retry="rebuild", rate=None))
+    with start(Fragile, 3, config, env_kwargs={}, policy=as_is) as envs:
+        mine = pool_of(envs).extension(PoolBuilds)
+        assert mine.builds.tolist() == [1, 1, 1]
+        envs.reset(seed=0)
+        envs.step([0, 9, 0])
+        assert mine.builds.tolist() == [1, 2, 1]
+        mine.forget_builds(pool_of(envs), [5, 6, 7])
+        assert mine.builds.tolist() == [5, 6, 7]
+    assert mine.builds is None
+
+
+def test_the_core_names_no_extension_and_no_other_backend():
+    root = Path(_envs.__file__).parents[1]
+    names = "_dispatch", "_envs", "_memory", "_native", "_pool", "_workers"
+    core = [path for name in names for path in (root / name).glob("*.py")]
+    assert len(core) > 40
+    words = re.compile(r"_extensions\.|_backends|snapshot|StatefulEnv|StateTable|Rollouts|HostLink")
+    lines = [(path.name, line) for path in core for line in path.read_text().splitlines()]
+    assert not [each for each in lines if words.search(each[1])]
+
+
+def test_a_pool_has_no_extension_that_it_does_not_need(make):
+    envs = make("CartPole-v1", 2, backend="serial")
+    assert pool_of(envs).extension(PoolExtension) is None
