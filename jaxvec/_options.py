@@ -399,7 +399,6 @@ class PoolConfig:
     envs_per_instance: int | None = None
     on_fault: OnFault | Restart = "raise"
     check: CheckMode = "structure"
-    record_faults: str | os.PathLike[str] | None = None
     spare_envs: int = 0
     reset_options: spaces.Dict | None = None
     states: States = States()
@@ -440,13 +439,8 @@ class PoolConfig:
                 "Workers(recycle=...) and spare_envs cannot be combined: a new process can restore envs, but "
                 "not the resets of spare envs. Remove one of them"
             )
-        if self.record_faults is not None:
-            object.__setattr__(self, "record_faults", os.path.abspath(self.record_faults))
-            rejected: dict[str, Any] = {"envs_per_instance": self.envs_per_instance}
-            rejected |= {"spare_envs": self.spare_envs, "reset_options": self.reset_options}
-            reject("does not go with record_faults; remove one of them", rejected)
         if self.envs_per_instance is not None:
-            rejected = {"on_fault": restart, "check": self.strict}
+            rejected: dict[str, Any] = {"on_fault": restart, "check": self.strict}
             rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
             rejected |= {"Workers(recycle=...)": self.workers.recycle}
             reject("does not go with a batched env", rejected)

@@ -111,7 +111,6 @@ def start(
             together=together,
             in_order=config.recv_order == "sent",
             timeouts=config.timeouts,
-            records=config.record_faults is not None,
             resets_required=resets_required,
             extensions=config.extensions,
         )

@@ -41,7 +41,6 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes
-from jaxvec._envs.flight import FlightRecorder
 from jaxvec._envs.slice import Done, Slice, SlotData, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
@@ -114,11 +113,6 @@ class EnvSlice(Slice):
         self.episodes = Episodes(rows, spec.autoreset, lost=left)
         self.rows = EnvRows(spec, rows, left=left, strict=config.strict)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
-        self._flight = None
-        if (directory := config.record_faults) is not None:
-            self._flight = FlightRecorder(
-                env_fns, first=first, spec=spec, arrays=arrays, directory=str(directory)
-            )
         self.slots = SlotEnvs(
             envs,
             env_fns,
@@ -131,7 +125,6 @@ class EnvSlice(Slice):
             bypass=config.settings.wrapper_bypass and compiled is not None,
             rebuilt=left and not moved,
             lends=lends,
-            flight=self._flight,
         )
         self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
         self._reward_shape, self._strict = spec.reward.shape, config.strict
@@ -187,11 +180,7 @@ class EnvSlice(Slice):
                 failure = EnvFailure(slot, "reset")
                 failure.completed = slots[:place].tolist()
                 failure.__cause__ = error
-                if self._flight is not None:
-                    self._flight.record_failure(failure)
                 raise failure from error
-        if self._flight is not None:
-            self._flight.check()
         self.running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
@@ -207,8 +196,6 @@ class EnvSlice(Slice):
         if self._delivered is not None:
             self._delivered.keep(slots - self.first)
         actions = self.rows.actions(indices, self._index)
-        if self._flight is not None:
-            self._flight.step(self._index)
         self.running[0] = self.first + indices[0] + 1
         try:
             self._step_slots(indices, actions, after)
@@ -225,11 +212,7 @@ class EnvSlice(Slice):
                 failure = EnvFailure(slot, "step", actions[place])
                 failure.__cause__ = error
             failure.completed = slots[:place].tolist()
-            if self._flight is not None:
-                self._flight.record_failure(failure, unstepped=indices[place + 1 :])
             raise failure from failure.__cause__
-        if self._flight is not None:
-            self._flight.check()
         self._count_steps(len(indices))
         self.running[0] = 0
 
@@ -391,8 +374,6 @@ class EnvSlice(Slice):
         if self.episodes.state[index] != UNRESET:
             self.rows.final.clear(index)
             return obs, info
-        if self._flight is not None:
-            self._flight.check_end(index, obs)
         # Write before the reset: an env may reuse its observation's and its info's memory.
         self._final_infos[index] = {key: _copied(value) for key, value in info.items()}
         self.rows.final.write(index, obs, self._final_infos[index])
@@ -521,6 +502,4 @@ class EnvSlice(Slice):
         The function returns whether env and wrappers have the attributes that they had, with other values. If
         the slot was `moved` from an old process, the program may have given newer reset options.
         """
-        if self._flight is not None:
-            self._flight.forget(index)
         self.slots.restore(index, restore_env, data.resets, moved=moved)

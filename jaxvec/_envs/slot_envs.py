@@ -30,7 +30,6 @@ from jaxvec._envs.envs import (
     forked,
     split_reset,
 )
-from jaxvec._envs.flight import FlightRecorder
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
 from jaxvec._options import PoolConfig
@@ -276,7 +275,6 @@ class SlotEnvs:
         bypass: bool,
         rebuilt: bool,
         lends: bool,
-        flight: FlightRecorder | None,
     ) -> None:
         """Takes over built envs, which replace those of a dead worker if `rebuilt`.
 
@@ -284,7 +282,7 @@ class SlotEnvs:
         """
         self.envs = envs
         self._bypass = bypass
-        self._first, self._flight = first, flight
+        self._first = first
         self.record(None)
         self.spares = spares
         self._has_spares = bool(spares)  # never changes; faster than `bool(spares)` at each end
@@ -464,8 +462,6 @@ class SlotEnvs:
         self.targets.reset_limits(index)
         if self._options is not None:
             options = self._options.next(index)
-        if self._flight is not None:
-            self._flight.begin(index, self.envs[index], seed, options)
         result = self._call(self.targets.envs[index], self._first + index, seed, options)
         # After the reset: if it fails, the next try needs the same seed and options.
         self._new_seeds.pop(index, None)

@@ -122,14 +122,11 @@ class Layout:
     objects: tuple[KeyPath, ...]  # arrays `[num_envs]` of Python objects, private to each process
 
 
-def make_layout(
-    spec: PoolSpec, num_workers: int, *, records: bool = False, extended: Iterable[ArrayType] = ()
-) -> Layout:
-    """Returns the layout of a pool with the arrays of its extensions and, if `records`, of the recorder."""
+def make_layout(spec: PoolSpec, num_workers: int, *, extended: Iterable[ArrayType] = ()) -> Layout:
+    """Returns the layout of a pool with the arrays of its extensions."""
     fields: list[Field] = []
     offset = present = 0
-    recorded = _recorded(spec) if records else ()
-    for part in ((*_arrays(spec, num_workers), *recorded), extended):
+    for part in (_arrays(spec, num_workers), extended):
         present = max(offset, ALIGNMENT)
         for path, shape, dtype in part:
             field = Field(path, shape, dtype, offset)
@@ -172,20 +169,6 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
         yield (name,), (num_workers, *_LINE), np.dtype(np.uint32)
     for name in ("finished", "target", "sleepers", "parent_notices"):
         yield (name,), _LINE, np.dtype(np.uint32)
-
-
-_RING_BYTES = 1 << 26  # of the actions that the flight recorder keeps
-_RING_STEPS = 1 << 16  # of each env
-
-
-def _recorded(spec: PoolSpec) -> Iterator[ArrayType]:
-    """Yields the arrays of `_envs/flight.py`, which workers write. They also outlive a worker."""
-    n, size = spec.num_envs, sum(leaf.nbytes for leaf in spec.action_leaves)
-    yield ("flight_count",), (n,), np.dtype(np.int64)  # number of steps of each env's episode
-    yield ("flight_begin",), (n, 64), np.dtype(np.uint8)  # of each env's episode
-    for leaf in spec.action_leaves:
-        steps = max(min(_RING_BYTES // max(n * size, 1), _RING_STEPS), 1)
-        yield ("flight", *leaf.path), (n, steps, *leaf.shape), leaf.stored
 
 
 def align(offset: int) -> int:

@@ -73,7 +73,6 @@ class Pool:
         together: int,
         in_order: bool,
         timeouts: Timeouts,
-        records: bool,
         resets_required: bool,
         extensions: Sequence[Extension] = (),
     ) -> None:
@@ -89,7 +88,7 @@ class Pool:
         self._timeouts = timeouts
         self.id: int = next(_ids)  # in the handles and states of this pool
         own = itertools.chain.from_iterable(extension.arrays(spec) for extension in extensions)
-        layout = make_layout(spec, len(slices), records=records, extended=own)
+        layout = make_layout(spec, len(slices), extended=own)
         arrays = workers.attach(layout, spec)
         self.pending_envs = PendingEnvs(spec.num_envs, spec.batch_size, together)
         self.all: NDArray[np.int_] = self.pending_envs.all  # ids of all envs

@@ -25,7 +25,7 @@ from typing import Any
 from jaxvec._arguments import Options, select_options
 from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
-from jaxvec._envs import failures, flight
+from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
 from jaxvec._envs.slice import Arguments, EnvSettings, ExportedSlots, ImportedSlots
 from jaxvec._errors import (
@@ -427,8 +427,6 @@ class Supervisor:
             summary = str(error).partition("\n")[0]
             self._recycle(worker, ExportedSlots(None, f"the new process could not continue ({summary})"))
             return
-        if self._recipe.config.record_faults is not None:
-            self._record(worker, error)
         losses = describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
         self._note_loss(worker, str(error))
@@ -471,18 +469,6 @@ class Supervisor:
     def _check_open(self) -> None:
         if self._ending:
             raise PoolClosedError("the pool was closed while a worker was replaced")
-
-    def _record(self, worker: int, error: JaxvecError) -> None:
-        """Writes the record of the env that a dead or late worker runs, and names the file in `error`."""
-        assert self.diagnosis.arrays is not None
-        first, stop = self._recipe.slices[worker]
-        for slot in self.diagnosis.running(range(first, stop)):
-            env_fn = self._recipe.env_fns_of(worker)[slot - first]
-            options = None if self.options is None else self.options[slot]
-            cause, folder = str(error).partition("\n")[0], str(self._recipe.config.record_faults)
-            arrays, spec = self.diagnosis.arrays, self._attach.spec
-            if advice := flight.write(folder, arrays, spec, slot, env_fn, options, cause):
-                error.args = (f"{error}\n{advice}",)
 
     def _request_exports(self, deadline: float | None) -> None:
         """Requests the slots of workers that exceed a limit of `Workers(recycle=...)`, and are not in use."""

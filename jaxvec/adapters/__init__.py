@@ -1,4 +1,4 @@
-"""Adapters of other kinds of envs to Gymnasium, and `ReplayEnv`, which adds states. None imports JAX."""
+"""Adapters of other kinds of envs to Gymnasium, and wrappers of single envs. None imports JAX."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxvec.adapters import dm_env, mlagents, pettingzoo, replay
+    from jaxvec.adapters import dm_env, mlagents, pettingzoo, recording, replay
 
-__all__ = ["dm_env", "mlagents", "pettingzoo", "replay"]
+__all__ = ["dm_env", "mlagents", "pettingzoo", "recording", "replay"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -106,6 +105,7 @@ _WRAPPERS = "Pass a function that wraps each env: make(lambda: Wrapper(gymnasium
 _START_METHOD = "Pass the start method in workers=jaxvec.Workers(start_method=...)"
 _AUTORESET = 'Pass autoreset_mode="SAME_STEP", "NEXT_STEP", "DISABLED" or "EPISODIC"'
 _TIMEOUTS = "Pass timeouts=jaxvec.Timeouts(start=..., reset=..., step=...)"
+_RECORDS_FAULTS = "Wrap each env: make(lambda: jaxvec.adapters.recording.RecordFaults(make_env, folder), n)"
 _SPACES = "Remove it: make reads the spaces from the envs"
 _ELSEWHERE = {
     "asynchronous": _PROCESSES,
@@ -124,6 +124,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("start_timeout", "reset_timeout", "step_timeout"), _TIMEOUTS),
     **dict.fromkeys(("start_method", "worker_start_method"), _START_METHOD),
     "daemon": "Remove it: workers end with the program",
+    "record_faults": _RECORDS_FAULTS,
     "copy": "Remove it: time steps are copies; recv(copy=False) returns views",
 }
 
@@ -145,7 +146,6 @@ def make(
     envs_per_instance: int | None = None,
     on_fault: OnFault | Restart = "raise",
     check: CheckMode = "structure",
-    record_faults: str | os.PathLike[str] | None = None,
     spare_envs: int = 0,
     reset_options: spaces.Dict | None = None,
     states: States | int = 0,
@@ -218,11 +218,6 @@ def make(
             and `info["fault"]` set, and repeat the last observation.
         timeouts: A `jaxvec.Timeouts` with limits for the start of the workers, a reset and a step; by default
             60 s.
-
-        record_faults: Directory for records of episodes that end in a fault: an env raises, hangs until its
-            timeout, ends its worker, or returns an observation or reward that is not finite.
-            `python -m jaxvec replay FILE` makes the episode again. Not with batched envs, `spare_envs`,
-            `reset_options` or Ray.
 
     Args: Env states
         states: Number of saved states that the pool keeps for `jaxvec.save`, `restore` and `simulate`, or a

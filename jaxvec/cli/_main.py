@@ -33,7 +33,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 import jaxvec
 from jaxvec import _native, _util, testing
 from jaxvec._backends.ray import cluster
-from jaxvec._envs import constructors, flight
+from jaxvec._envs import constructors
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import split_evenly
@@ -42,6 +42,7 @@ from jaxvec._settings import Transport
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, fork, process, stacks
+from jaxvec.adapters import recording
 from jaxvec.callbacks import _ffi, _make
 from jaxvec.cli import UsageError, _bench, _top
 from jaxvec.spaces import pad
@@ -626,7 +627,9 @@ def _run_replay(options: Namespace) -> Outcome:
 
     faulthandler.enable()
     try:
-        repeated = flight.replay(options.file, report, debug=options.pdb)
+        if (folder := Path(options.file)).is_dir():
+            return _list_records(folder)
+        repeated = recording.replay(options.file, report, debug=options.pdb)
     except (OSError, pickle.UnpicklingError, ImportError, AttributeError) as error:
         raise UsageError(f"{options.file} can't be read: {type(error).__name__}: {error}") from error
     record = {"schema": "jaxvec.replay/1", "file": options.file, "repeated": repeated, "report": lines}
@@ -634,8 +637,18 @@ def _run_replay(options: Namespace) -> Outcome:
     return Outcome(record, text, FINE if repeated else FAILED)
 
 
+def _list_records(folder: Path) -> Outcome:
+    """Lists the records of faults, and of episodes that ended with their process."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (recording.RECORD, recording.RUNNING))
+    lines = [line for path in files if (line := recording.describe(path))]
+    text = "\n".join(lines) if lines else f"{folder} has no records of faults."
+    return Outcome({"schema": "jaxvec.replay/1", "folder": str(folder), "records": lines}, text, FINE)
+
+
 def _add_replay_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a record in the directory of make(record_faults=...)")
+    parser.add_argument(
+        "file", metavar="FILE", help="a record of RecordFaults, or its folder, to list the records"
+    )
     parser.add_argument("--pdb", action="store_true", help="open pdb at the fault, or before the last step")
 
 
@@ -643,7 +656,8 @@ _REPLAY = Command(
     name="replay",
     summary="make an episode that ended in a fault again, in this process",
     details="""\
-The exit code is 0 if the env repeats the fault, and 1 if it does not. A record is a pickle, which can run any
+The exit code is 0 if the env repeats the fault, and 1 if it does not. jaxvec.adapters.recording.RecordFaults
+makes the records. A record is a pickle, which can run any
 code: replay only records that you trust.
 
 --json prints {"schema": "jaxvec.replay/1", "file": TEXT, "repeated": BOOL, "report": [TEXT]}.""",

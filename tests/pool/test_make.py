@@ -1034,7 +1034,6 @@ STRANGE_OPTIONS = {
     "states": {"states": 3},
     "spare": {"spare_envs": 1},
     "strict": {"check": "strict"},
-    "recorded": {"record_faults": "."},
     "restart": {"on_fault": "restart"},
     "recycled": {"workers": jaxvec.Workers(recycle=jaxvec.Recycle(steps=3))},
 }

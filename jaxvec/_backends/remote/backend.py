@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from jaxvec._backends.remote.link import HostLauncher
-from jaxvec._options import PoolConfig, reject
+from jaxvec._options import PoolConfig
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import Slices, WorkerGroup
 from jaxvec._workers.process import ProcessWorkers
@@ -20,8 +20,6 @@ class HostsBackend(Backend):
             raise ValueError(
                 "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
             )
-        rejected = {"workers on other machines": config.record_faults is not None}
-        reject("does not go with record_faults; remove one of them", rejected)
         if config.states.max and config.reset_options is not None:
             raise ValueError(
                 "reset_options and states can be combined only with workers on this machine: on others, a "

@@ -404,7 +404,7 @@ class SliceStates(SliceExtension):
         """Returns the stepper of a slice of envs that hold no slot of the pool."""
         config = self._slice.config
         plain = replace(config.workers, recycle=None)
-        config = replace(config, record_faults=None, states=States(), workers=plain)  # without extensions
+        config = replace(config, states=States(), workers=plain)  # without extensions
         env_fns = [env_fn] * len(envs)
         other = EnvSlice(
             envs, env_fns, first=0, worker=0, spec=spec, arrays=arrays, config=config, lends=False

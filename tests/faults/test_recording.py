@@ -1,15 +1,15 @@
-"""`make(record_faults=...)` and `python -m jaxvec replay`: the recorded episode is the one that failed."""
+"""`RecordFaults` and `jaxvec replay`: the recorded episode is the one that failed."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -18,8 +18,9 @@ from gymnasium import spaces
 from support.disasters import PATIENCE
 
 import jaxvec
+from jaxvec.adapters import recording
+from jaxvec.adapters.recording import RecordFaults
 from jaxvec.cli import _main
-from jaxvec.compat.gymnasium import SyncVectorEnv
 from jaxvec.testing import CountingEnv
 
 RAISE, KILL, SEGFAULT, HANG, NAN, NAN_REWARD, WRONG = 3, 4, 5, 6, 7, 8, 9
@@ -73,40 +74,48 @@ def actions(num_envs, number, kind=0):
 
 def run(make, path, kind, *, before=12, on_fault="restart", **kwargs):
     """Steps a pool until the last env fails, in the third step of its third episode by default."""
-    envs = make(WalkingEnv, 4, record_faults=path, on_fault=on_fault, **kwargs)
+    env_fn = lambda env_id: RecordFaults(WalkingEnv, path, name=f"env{env_id}")  # noqa: E731 - for a worker
+    envs = make(env_fn, 4, on_fault=on_fault, **kwargs)
     envs.reset(seed=3)
     for number in range(before):
         envs.step(actions(4, number))
     return envs, envs.step(actions(4, before, kind))
 
 
-def only_record(path):
-    (file,) = path.glob("*.episode")
-    return file, pickle.loads(file.read_bytes())
+def only_record(path, pattern="*.episode"):
+    (file,) = path.glob(pattern)
+    return file, recording.read(file)
 
 
 @pytest.mark.slow(but=4)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-@pytest.mark.parametrize("kind", [RAISE, KILL, SEGFAULT, HANG, NAN, NAN_REWARD, WRONG])
+@pytest.mark.parametrize("kind", [RAISE, KILL, SEGFAULT, HANG, NAN, NAN_REWARD])
 def test_record_contains_the_actions_of_the_episode(make, tmp_path, kind, mode):
     each = LENGTH + (mode == "NEXT_STEP")  # steps from reset to reset
     before = 2 * each + 2
     run(make, tmp_path, kind, before=before, autoreset_mode=mode, step_timeout=2.0 if kind == HANG else 60.0)
-    _, record = only_record(tmp_path)
+    died = kind in (KILL, SEGFAULT, HANG)
+    lines = [recording.describe(file) for file in tmp_path.iterdir()]
+    (line,) = filter(None, lines)
+    file, _, cause = line.partition("  ")
+    record = recording.read(file)
     expected = [
         {key: value[-1] for key, value in actions(4, number, kind if number == before else 0).items()}
         for number in range(2 * each, before + 1)
     ]
-    assert record.env_id == 3
     assert [action["kind"] for action in record.actions] == [action["kind"] for action in expected]
     np.testing.assert_array_equal(
         [action["push"] for action in record.actions], [action["push"] for action in expected]
     )
-    assert (record.seed, record.missing, record.generator is None) == (None, 0, False)
+    assert Path(file).name.startswith("env3-")
+    assert (record.seed, record.generator is None, record.in_call) == (None, False, died or kind == RAISE)
+    assert {RAISE: "ValueError in step: lost", NAN: "not finite", NAN_REWARD: "not finite"}.get(
+        kind, "the process ended in step 3"
+    ) in cause
 
 
 @pytest.mark.parametrize("backend", ["process", "serial"])
-@pytest.mark.parametrize("kind", [RAISE, NAN, NAN_REWARD, WRONG])
+@pytest.mark.parametrize("kind", [RAISE, NAN, NAN_REWARD])
 @pytest.mark.parametrize("before", [2, 12])
 def test_replay_repeats_the_fault(make, tmp_path, capfd, kind, before, backend):
     workers = {} if backend == "serial" else {"num_workers": 2}
@@ -116,35 +125,37 @@ def test_replay_repeats_the_fault(make, tmp_path, capfd, kind, before, backend):
     assert _main.main(["replay", str(file)]) == 0
     out, err = capfd.readouterr()
     assert "The env repeated the fault." in out
-    assert ("After step 2, the observation is the recorded one" in err) == (kind == RAISE)
     assert "step 3, action" in err
+    assert _main.main(["replay", str(tmp_path)]) == 0
+    assert f"{file}  {record.cause}" in capfd.readouterr().out
 
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("kind", "number"), [(KILL, signal.SIGKILL), (SEGFAULT, signal.SIGSEGV)])
 def test_replay_of_a_death_dies_in_the_same_step(make, tmp_path, kind, number):
-    run(make, tmp_path, kind, num_workers=2)
-    file, _ = only_record(tmp_path)
+    run(make, tmp_path, kind, num_workers=4)
+    (file,) = filter(recording.describe, tmp_path.iterdir())
     words = [sys.executable, "-m", "jaxvec", "replay", str(file)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == -number
-    assert "After step 2, the observation is the recorded one" in done.stderr
     assert "step 3, action" in done.stderr
+    assert "did not repeat" not in done.stderr
 
 
 def test_error_names_the_file_and_the_pool_breaks_as_before(make, tmp_path):
-    envs = make(WalkingEnv, 4, record_faults=tmp_path / "new")
+    envs = make(lambda: RecordFaults(WalkingEnv, tmp_path / "new"), 4)
     envs.reset(seed=0, options={"start": 5})
     with pytest.raises(jaxvec.EnvError, match="lost") as caught:
         envs.step(actions(4, 0, RAISE))
     file, record = only_record(tmp_path / "new")
-    assert f"python -m jaxvec replay {file}" in str(caught.value)
+    assert f"jaxvec replay {file}" in str(caught.value)
     assert (record.options, record.seed) == ({"start": 5}, 3)
     assert _main.main(["replay", str(file)]) == 0
 
 
 def test_asynchronous_pool_records_the_env_that_failed(make, tmp_path):
-    envs = make(WalkingEnv, 4, num_workers=2, batch_size=2, record_faults=tmp_path, on_fault="restart")
+    env_fn = lambda: RecordFaults(WalkingEnv, tmp_path)  # noqa: E731 - for a worker
+    envs = make(env_fn, 4, num_workers=2, batch_size=2, on_fault="restart")
     ids = envs.reset(seed=0).info["env_id"]  # the envs that were ready first, which may include env 3
     pushed = []
     for number in itertools.count():
@@ -163,98 +174,37 @@ def test_asynchronous_pool_records_the_env_that_failed(make, tmp_path):
     assert _main.main(["replay", str(file)]) == 0
 
 
-class LastStepEnv(gymnasium.Env):
-    """Has numbers that are not finite in the step or reset that its action or options name."""
-
-    observation_space = spaces.Dict({"x": spaces.Box(-np.inf, np.inf, (2,)), "n": spaces.Discrete(9)})
-    action_space = spaces.Discrete(10)
-
-    def __init__(self, end="terminated"):
-        self.end, self.resets = end, 0
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps, self.resets = 0, self.resets + 1
-        start = np.nan if (options or {}).get("wrong") else self.np_random.random()
-        return {"x": np.full(2, start, np.float32), "n": 0}, {}
-
-    def step(self, action):
-        self.steps += 1
-        x = np.full(2, -np.inf if action == NAN else self.steps, np.float32)
-        reward = np.nan if action == NAN_REWARD else 1.0
-        over = self.steps == 3
-        ends = over and self.end != "truncated", over and self.end != "terminated"
-        return {"x": x, "n": self.steps}, reward, *ends, {}
-
-
-@pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
-@pytest.mark.parametrize("kind", [NAN, NAN_REWARD])
-@pytest.mark.parametrize("mode", ["SAME_STEP", "without final_obs", "NEXT_STEP", "DISABLED", "EPISODIC"])
-def test_nan_in_the_last_step_is_recorded(make, tmp_path, kind, mode, end):
-    options = {"autoreset_mode": mode} if mode != "without final_obs" else {"final_obs": False}
-    envs = make(LastStepEnv, 2, end=end, record_faults=tmp_path, backend="serial", **options)
-    envs.reset(seed=3)
-    episode = [[1, 2], [3, 4], [5, kind]]
-    for action in episode:
-        envs.step(action)
-    file, record = only_record(tmp_path)
-    assert (record.env_id, record.seed, record.actions) == (1, 4, [2, 4, kind])
-    assert record.cause == "the env returned numbers that are not finite"
-    assert _main.main(["replay", str(file)]) == 0
-    file.unlink()
-    if mode in ("DISABLED", "EPISODIC"):
-        envs.reset(mask=np.ones(2, bool))
-    for action in [[6, 6]] * (mode == "NEXT_STEP") + episode:
-        envs.step(action)
-    _, record = only_record(tmp_path)
-    assert (record.env_id, record.seed, record.actions) == (1, None, [2, 4, kind])
-
-
-def test_nan_beside_a_python_object_is_recorded(tmp_path):
-    class TalkingEnv(LastStepEnv):
-        observation_space = spaces.Dict({"x": spaces.Box(-np.inf, np.inf, (2,)), "n": spaces.Text(9)})
-
-        def step(self, action):
-            obs, *rest = super().step(action)
-            return {**obs, "n": "a"}, *rest
-
-        def reset(self, **kwargs):
-            obs, info = super().reset(**kwargs)
-            return {**obs, "n": "b"}, info
-
-    envs = SyncVectorEnv([TalkingEnv], autoreset_mode="SAME_STEP", record_faults=tmp_path)
-    envs.reset(seed=3)
-    for action in (1, 2, NAN):
-        envs.step(np.array([action]))
-    envs.close()
-    file, record = only_record(tmp_path)
-    assert (record.seed, record.actions) == (3, [1, 2, NAN])
-    assert _main.main(["replay", str(file)]) == 0
-
-
-def test_nan_is_recorded_where_another_env_fails(make, tmp_path):
-    envs = make(WalkingEnv, 4, record_faults=tmp_path, on_fault="restart", num_workers=1)
+def test_each_of_two_faults_in_one_step_is_recorded(make, tmp_path):
+    envs = make(lambda: RecordFaults(WalkingEnv, tmp_path), 4, on_fault="restart", num_workers=1)
     envs.reset(seed=3)
     action = actions(4, 0, RAISE)
     action["kind"][1] = NAN
     envs.step(action)
-    records = [pickle.loads(file.read_bytes()) for file in tmp_path.glob("*.episode")]
-    assert sorted((record.env_id, record.raised) for record in records) == [(1, False), (3, True)]
+    causes = sorted(recording.read(file).cause for file in tmp_path.glob("*.episode"))
+    assert causes == ["ValueError in step: lost", "it returned numbers that are not finite"]
 
 
-@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-def test_nan_of_a_reset_is_recorded_and_replayed(make, tmp_path, capfd, mode):
-    envs = make(LastStepEnv, 1, record_faults=tmp_path, num_workers=1, autoreset_mode=mode)
-    envs.reset(seed=3, options={"wrong": True})
-    envs.step([1])
+def test_nan_of_a_reset_is_recorded_and_replayed(tmp_path, capfd):
+    class WrongStart(WalkingEnv):
+        def reset(self, *, seed=None, options=None):
+            obs, info = super().reset(seed=seed)
+            obs["x"][0] = np.nan if options else 0
+            return obs, info
+
+    env = RecordFaults(WrongStart, tmp_path)
+    env.reset(seed=3, options={"wrong": True})
     file, record = only_record(tmp_path)
     assert (record.seed, record.actions, record.options) == (3, [], {"wrong": True})
     assert _main.main(["replay", str(file)]) == 0
     assert "The reset returned numbers that are not finite." in capfd.readouterr().err
+    env.step({"kind": RAISE - 1, "push": np.zeros(2)})  # the rest of the episode is not recorded
+    env.reset(seed=4)
+    env.close()
+    assert [*tmp_path.iterdir()] == [file]
 
 
 class ForgetfulEnv(CountingEnv):
-    """Fails in its third step overall, also in later episodes, which a new env does not repeat."""
+    """Fails in its seventh step overall, and has other values in each episode; a new env repeats neither."""
 
     def step(self, action):
         if self.steps == 6:
@@ -263,7 +213,7 @@ class ForgetfulEnv(CountingEnv):
 
 
 def test_replay_says_that_the_env_did_not_repeat(make, tmp_path, capfd):
-    envs = make(ForgetfulEnv, 1, episode_length=4, record_faults=tmp_path)
+    envs = make(lambda: RecordFaults(lambda: ForgetfulEnv(4), tmp_path), 1)
     envs.reset(seed=0)
     with pytest.raises(jaxvec.EnvError, match="seven steps"):
         for _ in range(9):
@@ -272,37 +222,47 @@ def test_replay_says_that_the_env_did_not_repeat(make, tmp_path, capfd):
     assert _main.main(["replay", str(file)]) == 1
     out, err = capfd.readouterr()
     assert "did not repeat the fault" in out
-    assert "The env did not repeat: after step 2, obs was [2 6 2 2], now it is [1 2 2 2]" in err
-    assert "The env did not repeat: step 3 returned without a fault." in err
+    assert "The env did not repeat: the reset returned other values than recorded." in err
 
 
-def test_replay_refuses_an_episode_longer_than_the_record(make, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("jaxvec._memory.segment._RING_STEPS", 4)
-    envs = make(CountingEnv, 1, record_faults=tmp_path, backend="serial")
+class Tame(WalkingEnv):
+    action_space = spaces.Dict({**WalkingEnv.action_space, "kind": spaces.Discrete(RAISE + 1)})
+
+
+def test_a_restored_env_is_recorded_from_its_next_reset_on(make, tmp_path):
+    policy = jaxvec.Restart(rate=None)
+    envs = make(lambda: RecordFaults(Tame, tmp_path), 2, states=4, num_workers=1, on_fault=policy)
     envs.reset(seed=0)
-    for number in range(7):
-        envs.step([number])
-    monkeypatch.setattr(CountingEnv, "step", lambda self, action: 1 / 0)
-    with pytest.raises(jaxvec.EnvError, match="ZeroDivisionError"):
-        envs.step([7])
+    envs.step(actions(2, 0))
+    state = envs.save()  # proves it by steps in a forked copy, which the record must not contain
+    envs.simulate(state, actions(2, 1))
+    envs.step(actions(2, 1))
+    lengths = [len(recording.read(file).actions) for file in tmp_path.glob("*.running")]
+    assert lengths.count(2) == 2
+    envs.restore(state[[1, 0]])
+    envs.step(actions(2, 1, RAISE))
+    assert not [*tmp_path.glob("*.episode")]
+    envs.reset(seed=5)
+    envs.step(actions(2, 0))
+    envs.step(actions(2, 1, RAISE))
     file, record = only_record(tmp_path)
-    assert (record.actions, record.missing) == ([4, 5, 6, 7], 4)
-    assert _main.main(["replay", str(file)]) == 1
-    assert "can't be made again" in capfd.readouterr().err
+    assert (record.seed, len(record.actions)) == (6, 2)
+    assert _main.main(["replay", str(file)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"envs_per_instance": 2}, "envs_per_instance"),
-        ({"spare_envs": 1}, "spare_envs"),
-        ({"reset_options": spaces.Dict({"start": spaces.Discrete(2)})}, "reset_options"),
-        ({"backend": "ray"}, "workers on other machines"),
-    ],
-)
-def test_record_faults_rejects_what_it_cannot_record(tmp_path, options, name):
-    with pytest.raises(ValueError, match=f"{name} does not go with record_faults"):
-        jaxvec.make(CountingEnv, 2, record_faults=tmp_path, **options)
+def test_closed_envs_leave_no_files(make, tmp_path):
+    envs = make(lambda: RecordFaults("CartPole-v1", tmp_path), 3, spare_envs=1, num_workers=1)
+    envs.reset(seed=0)
+    for _ in range(40):
+        envs.step([1, 1, 0])
+    assert len([*tmp_path.iterdir()]) == 4
+    envs.close()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_make_says_what_replaces_its_option():
+    with pytest.raises(TypeError, match=r"record_faults.*RecordFaults\(make_env, folder\)"):
+        jaxvec.make(CountingEnv, 2, record_faults="faults")
 
 
 def test_directory_that_cannot_be_written_is_no_fault(make, tmp_path):
@@ -319,7 +279,7 @@ def test_record_that_does_not_fit_on_the_disk_leaves_no_file(make, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
             raise ValueError("lost")
 
-    envs = make(Filling, 1, record_faults=tmp_path, on_fault="restart")
+    envs = make(lambda: RecordFaults(Filling, tmp_path), 1, on_fault="restart")
     envs.reset(seed=0)
     assert envs.step([1]).info["fault"].all()
     assert list(tmp_path.iterdir()) == []
