@@ -247,7 +247,7 @@ def _serve(
                     channel.send(pickle.dumps(_answer(env_slice, message)))
                 continue
             if (extended := env_slice.verbs.get(message.verb)) is not None:
-                with span(recorder, f"answer {message.verb.word}"):
+                with span(recorder, message.verb.word):
                     extended(message.slots)
                 end.post(message.slots)
                 continue
