@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
-from zlib import crc32
+from typing import Any
 
 import cloudpickle
 import jax
@@ -25,8 +25,6 @@ from jaxvec._workers import fork, lifeline, process, supervisor
 
 pytest.register_assert_rewrite("support")
 from support import disasters, scripts  # noqa: E402
-
-_WAY = ("way", "dispatch", "face")  # parameters
 
 # Without limits of time: the machine may be busy.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,8 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--start-method", choices=["forkserver", "spawn"], help="what start_method='auto' means")
     parser.addoption(
         "--ways",
-        default="1/12",
-        help="in which of the ways to drive a pool tests run that are for all: 1/12 to 12/12, or 1/1 for all",
+        choices=["default", "all"],
+        default="default",
+        help="in which ways to drive a pool tests run that are written for all of them",
     )
     parser.addoption("--slow", action="store_true", help="run all cases of tests that are marked slow")
     parser.addoption("--nightly", action="store_true", help="run slow tests and those marked nightly")
@@ -81,23 +80,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves each test, with its other parameters, some of the ways that it is written for."""
-    place, shares = map(int, config.getoption("--ways").split("/"))
-    ways: dict[str, list[pytest.Item]] = {}
+    """Keeps the first of `TWO_WAYS` to drive a pool, and in tests/faults both.
+
+    Where a test excludes such a way, or the machine does, the most similar one takes its place.
+    """
+    if config.getoption("--ways") == "all":
+        return
+    cases: dict[tuple[str, str], list[tuple[pytest.Item, disasters.Way]]] = {}
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if "way" in parameters or {"dispatch", "face"} <= {*parameters}:
+        way = _way(parameters)
+        if way is not None:
             name = item.name
-            for parameter in _WAY:
+            for parameter in ("way", "dispatch", "face"):
                 name = name.replace(str(parameters.get(parameter, "")), "", 1)
-            ways.setdefault(f"{item.location[0]} {name}", []).append(item)
+            cases.setdefault((item.location[0], name), []).append((item, way))
     left_out: set[pytest.Item] = set()
-    for name, group in ways.items():
-        every = min(shares, len(group))
-        # A hash of the name, so that the selection does not depend on the tests around it or on the file.
-        first = crc32(name.partition(" ")[2].encode())
-        left_out |= {item for i, item in enumerate(group) if (first + i - place + 1) % every}
+    for (file, _), case in cases.items():
+        available = [each for each in case if each[1].reason_unavailable() is None] or case
+        chosen: set[pytest.Item] = set()
+        for default in disasters.TWO_WAYS if "tests/faults/" in file else disasters.TWO_WAYS[:1]:
+            chosen.add(max(available, key=lambda each: each[1].similarity(default))[0])
+        left_out |= {item for item, _ in case} - chosen
     _deselect(config, items, left_out)
+
+
+def _way(parameters: dict[str, Any]) -> disasters.Way | None:
+    """Returns the way to drive a pool that the parameters of a test name, if they do."""
+    if "way" in parameters:
+        return parameters["way"] if isinstance(parameters["way"], disasters.Way) else None
+    if {"dispatch", "face"} <= parameters.keys():
+        return disasters.Way(parameters["dispatch"], parameters["face"], False)
+    return None
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], mark: str) -> None:

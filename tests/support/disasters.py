@@ -52,11 +52,15 @@ class Way:
             _ffi.reason_unavailable() if self.face == "ffi" else None
         )
 
+    def similarity(self, other: Way) -> tuple[bool, bool, bool]:
+        """Returns a sort key: of the ways with the same dispatch, one with the same face is most similar."""
+        return self.dispatch == other.dispatch, self.face == other.face, self.first_ready == other.first_ready
+
 
 WAYS = [
     Way(*cell) for cell in product(("native", "portable"), ("python", "io_callback", "ffi"), (False, True))
 ]
-# For variants of a case: the way that never comes to Python, and the one that always does.
+# The default ways. The first never enters Python, the second always does.
 TWO_WAYS = [Way("native", "ffi", True), Way("portable", "io_callback", False)]
 in_halves = pytest.mark.parametrize("way", [w for w in WAYS if w.first_ready], ids=str, indirect=True)
 in_two_ways = pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
