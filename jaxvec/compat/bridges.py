@@ -17,7 +17,6 @@ import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
 from jaxvec._spec import TimeStep, select
-from jaxvec._util import optional_imports
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _functions, _make
 from jaxvec.callbacks._handle import Handle
@@ -59,8 +58,12 @@ def make(
     """
     if library not in _CLASSES:
         raise ValueError(f"library must be one of {[*_CLASSES]}, not {library!r}")
-    with optional_imports("jaxvec.compat.bridges", library):
+    try:
         env_class = _CLASSES[library]()
+    except ImportError as error:
+        raise ImportError(
+            f"jaxvec.compat.bridges needs {error.name}: pip install {_PACKAGES[library]}"
+        ) from error
     if (library == "evorl") != (num_envs is not None):
         raise ValueError("num_envs: pass the number of envs for EvoRL, and only for EvoRL")
     if num_envs is not None:
@@ -169,3 +172,8 @@ def _evorl_class() -> Any:
 
 
 _CLASSES = {"gxm": _gxm_class, "jaxnasium": _jaxnasium_class, "evorl": _evorl_class}
+_PACKAGES = {
+    "gxm": '"gxm>=0.4"',
+    "jaxnasium": '"jaxnasium>=0.1.1"',
+    "evorl": '"evorl-jax>=0.1.1" "gymnax>=0.0.9" six',  # the package evorl is another library
+}

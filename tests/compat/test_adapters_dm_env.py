@@ -304,7 +304,7 @@ def test_without_dm_env_the_error_says_what_to_install():
 # --- dm_control ------------------------------------------------------------------------------
 
 needs_dm_control = pytest.mark.skipif(
-    find_spec("dm_control") is None, reason="dm_control is not installed: the extra families has it"
+    find_spec("dm_control") is None, reason="dm_control is not installed: the group families has it"
 )
 
 

@@ -106,7 +106,7 @@ class Strangers(pettingzoo.ParallelEnv):
 @jax.jit
 @pytest.mark.filterwarnings("ignore")  # PettingZoo's test warns of agents that come late
 def test_the_toy_env_is_one_by_pettingzoos_own_test():
-    pytest.importorskip("pygame", reason="pettingzoo.test needs pygame: the extra families has it")
+    pytest.importorskip("pygame", reason="pettingzoo.test needs pygame: the group families has it")
     from pettingzoo.test import parallel_api_test
 
     parallel_api_test(Strangers(FATES["truncated"], awaited=False))
@@ -144,7 +144,7 @@ def test_an_aec_env_is_converted_by_pettingzoo(make):
 
 
 def test_rock_paper_scissors_is_played_in_jit(make):
-    pytest.importorskip("pygame", reason="pygame is not installed: the extra families has it")
+    pytest.importorskip("pygame", reason="pygame is not installed: the group families has it")
 
     def rps():
         from pettingzoo.classic.rps import rps
@@ -161,9 +161,9 @@ def test_rock_paper_scissors_is_played_in_jit(make):
 )
 def test_turn_based_games_are_those_of_an_aec_loop(make, name):
     """A policy in jit takes legal moves from the observations' masks, also across ends of games."""
-    pytest.importorskip("pygame", reason="pygame is not installed: the extra families has it")
+    pytest.importorskip("pygame", reason="pygame is not installed: the group families has it")
     if name.endswith("leduc_holdem"):
-        pytest.importorskip("rlcard", reason="rlcard is not installed: the extra families has it")
+        pytest.importorskip("rlcard", reason="rlcard is not installed: the group families has it")
 
     def game():
         return importlib.import_module(f"pettingzoo.classic.{name}").env()

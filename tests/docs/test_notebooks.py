@@ -98,7 +98,7 @@ def test_links_to_other_notebooks_lead_somewhere(path):
 def test_a_notebook_runs_without_a_warning(path, tmp_path):
     for module in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f'{module} is not installed: pip install "jaxvec[notebooks]"')
+            pytest.skip(f'{module} is not installed: pip install "jaxvec[test]"')
     (tmp_path / path.name).write_text(path.read_text())
     # A process of its own, so that neither Jupyter's event loop nor its sockets stay here.
     command = [sys.executable, "-m", "jupyter", "execute", path.name, "--timeout=300", "--output=executed"]

@@ -24,7 +24,7 @@ MAX_PAGES = 38  # of the navigation
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "mkdocs.yml").is_file() or not all(map(importlib.util.find_spec, ("mkdocs", "lunr"))),
-    reason='mkdocs or the site\'s sources are not there: pip install -e ".[docs]"',
+    reason="mkdocs or the site's sources are not there: pip install -e . --group docs",
 )
 
 FOUND = {  # words: the page that is among the first three results

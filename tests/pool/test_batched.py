@@ -170,7 +170,7 @@ def test_atari_as_ale_batches_it(make, mode):
 
 @pytest.mark.filterwarnings("ignore:.*precision lowered by casting")  # the bounds of EnvPool's spaces
 def test_an_env_of_envpools(make):
-    envpool = pytest.importorskip("envpool", reason="envpool is not installed: the extra faces has it")
+    envpool = pytest.importorskip("envpool", reason="envpool is not installed: the group compat has it")
 
     def new():
         return envpool.make("Acrobot-v1", env_type="gymnasium", num_envs=4, seed=3)

@@ -29,7 +29,7 @@ def protocol(request):
     """A function that starts a server, and one that connects to an env of the server at a port."""
     if request.param == "lines":
         return start_server, lambda port: partial(LineClient.connect, port)
-    pytest.importorskip("openenv", reason="the extra openenv has OpenEnv")
+    pytest.importorskip("openenv", reason="openenv is not installed: the group families has it")
     return start_openenv, lambda port: partial(OpenEnvClient.connect, f"http://127.0.0.1:{port}")
 
 
