@@ -19,12 +19,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import jaxvec
-from jaxvec._native import native_engine
-from jaxvec._util import usable_cores
-from jaxvec._workers import fork, lifeline, process, supervisor
 
 pytest.register_assert_rewrite("support")
 from support import disasters, scripts  # noqa: E402
+from support.probe import fork, lifeline, native_engine, process, usable_cores  # noqa: E402
+from support.probe import supervisor_module as supervisor  # noqa: E402
 
 # Without limits of time: the machine may be busy.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -30,9 +30,9 @@ from support.ahead_of_time import (
     with_much_to_compute,
     without_fusions,
 )
+from support.probe import _ffi
 
 import jaxvec
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 pytestmark = [

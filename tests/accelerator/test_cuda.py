@@ -15,14 +15,10 @@ from support.fake_cuda import (
     CallError,
     Gpu,
 )
+from support.probe import CEngine, Verb, _call, _ffi, _native, _operands, pool_of
+from support.probe import pool_module as _pool
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._dispatch.move import Verb
-from jaxvec._native.native_engine import CEngine
-from jaxvec._pool import pool as _pool
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _call, _ffi, _operands
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version

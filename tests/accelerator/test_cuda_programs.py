@@ -12,13 +12,10 @@ from gymnasium import spaces
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import fake_cuda
 from support.ahead_of_time import with_much_to_compute
+from support.probe import Packing, _ffi, _native, _primitive, pool_of
 from test_cuda import ImageEnv, RaisingEnv, page_locking, pool  # noqa: F401
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _ffi, _primitive
-from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support import probe
 from support.fake_cuda import OUT_OF_MEMORY, Gpu
+from support.probe import pinned as _pinned
+from support.probe import pool_of
 
 import jaxvec
-from jaxvec._memory import pinned as _pinned
-from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
 

@@ -18,11 +18,9 @@ import pytest
 from gymnasium import spaces
 from jax._src.interpreters import mlir
 from support.ahead_of_time import ImageEnv
+from support.probe import Packing, Verb, _call, _operands
 
 import jaxvec
-from jaxvec._dispatch.move import Verb
-from jaxvec.callbacks import _call, _operands
-from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version

@@ -16,10 +16,9 @@ import pytest
 from gymnasium import spaces
 from support import probe
 from support.disasters import PATIENCE
+from support.probe import _spaces, pool_of
 
 import jaxvec
-from jaxvec._vector_env import pool_of
-from jaxvec.compat import _spaces
 from jaxvec.compat import gymnax as face
 from jaxvec.testing import CountingEnv, NestedEnv
 

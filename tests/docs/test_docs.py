@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.probe import _errors
 
 import jaxvec
-from jaxvec import _errors
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "docs"))

@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.probe import _errors, process
 from test_docs import check, installed
 
 import jaxvec
-from jaxvec import _errors
-from jaxvec._workers import process
 
 SOURCES = Path(jaxvec.__file__).parent
 NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np": np}

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from support.probe import main as command_line
 from support.runs import assert_same_params, assert_same_state, load_params
 
-from jaxvec.cli._main import main as command_line
 from jaxvec.examples import ppo, ppo_mujoco
 from jaxvec.normalize import RunningMeanStd
 

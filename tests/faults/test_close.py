@@ -29,12 +29,11 @@ from support.disasters import (
     wait_until_running,
     within,
 )
+from support.probe import dispatch, fork, pool_of
+from support.probe import supervisor_module as supervisor
 from support.scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
-from jaxvec._dispatch import dispatch
-from jaxvec._vector_env import pool_of
-from jaxvec._workers import fork, supervisor
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 

@@ -17,12 +17,11 @@ import pytest
 from support import disasters, probe
 from support.disasters import WAYS, wait_until
 from support.notebooks import finish_cell, kernel, run_cell  # noqa: F401 - a fixture
+from support.probe import _ffi, pool_of
+from support.probe import pool_module as _pool
 from support.scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
-from jaxvec._pool import pool as _pool
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version
@@ -333,7 +332,7 @@ def test_interrupted_notebook_cell_raises_once_and_the_kernel_lives(way, kernel,
     assert len(errors) == 1
     assert "KeyboardInterrupt" in errors[0][0] + errors[0][1]
     show = "print(type(pool_of(driver.envs).state.broken_by).__name__)"
-    printed, errors = run_cell(client, f"from jaxvec._vector_env import pool_of; driver.close(); {show}")
+    printed, errors = run_cell(client, f"from support.probe import pool_of; driver.close(); {show}")
     assert not errors, errors
     assert printed in ("KeyboardInterrupt\n", "NoneType\n")  # between two calls, it breaks nothing
     assert gone(pids)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support import disasters
+from support.probe import _ffi, _io_callback
 
 import jaxvec
-from jaxvec.callbacks import _ffi, _io_callback
 
 pytestmark = pytest.mark.jax_version
 

@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
+from support.probe import failures
 
 import jaxvec
-from jaxvec._envs import failures
 from jaxvec.testing import CountingEnv
 
 

@@ -45,10 +45,10 @@ from support.disasters import (
     waiting_for,
     within,
 )
+from support.probe import supervisor_module as supervisor
 from support.scripts import end, run_script
 
 import jaxvec
-from jaxvec._workers import supervisor
 from jaxvec.testing import CountingEnv
 
 FILE = Path(disasters.__file__).name

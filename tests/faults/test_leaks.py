@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 from support.disasters import PATIENCE, WAYS, Driver, failing, wait_until
+from support.probe import fork
 from support.scripts import STEPPING, end, gone, read_pids, run_script, shared_names, workers
 
 import jaxvec
-from jaxvec._workers import fork
 from jaxvec.testing import CountingEnv
 
 # --- The parent is killed ---------------------------------------------------------------------

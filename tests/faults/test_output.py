@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from support.disasters import PATIENCE, wait_until
+from support.probe import output
 
 import jaxvec
-from jaxvec._workers import output
 from jaxvec.testing import CountingEnv
 
 HELLO, ERROR, NATIVE, WARN, REPEAT, DIFFER, KILL, PARTS, CHILD = range(1, 10)

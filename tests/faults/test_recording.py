@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support.disasters import PATIENCE
+from support.probe import _main
 
 import jaxvec
 from jaxvec.adapters import recording
 from jaxvec.adapters.recording import RecordFaults
-from jaxvec.cli import _main
 from jaxvec.testing import CountingEnv
 
 RAISE, KILL, SEGFAULT, HANG, NAN, NAN_REWARD, WRONG = 3, 4, 5, 6, 7, 8, 9

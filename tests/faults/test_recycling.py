@@ -15,6 +15,7 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 from support import late_structures, probe
 from support.late_structures import KINDS, START, Late
+from support.probe import StatefulEnv, pool_of
 from support.recycling import (
     NUM_ENVS,
     NUM_STEPS,
@@ -29,8 +30,6 @@ from support.recycling import (
 from support.state_game import Walk
 
 import jaxvec
-from jaxvec._extensions.states.env_states import StatefulEnv
-from jaxvec._vector_env import pool_of
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 

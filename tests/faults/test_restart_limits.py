@@ -20,6 +20,8 @@ import pytest
 from gymnasium import spaces
 from support import probe
 from support.disasters import PATIENCE, Background, wait_until
+from support.probe import budget as budgets
+from support.probe import fork, pool_of
 from support.scripts import gone
 from test_restarts import (  # noqa: F401
     FAULTS,
@@ -38,9 +40,6 @@ from test_restarts import (  # noqa: F401
 )
 
 import jaxvec
-from jaxvec._vector_env import pool_of
-from jaxvec._workers import budget as budgets
-from jaxvec._workers import fork
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 

@@ -14,10 +14,9 @@ import psutil
 import pytest
 from support import probe
 from support.disasters import wait_until_dead
+from support.probe import _native, pool_of
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
 FREE = jaxvec.Restart(max_restarts=None, rate=None)

@@ -13,11 +13,9 @@ import time
 import pytest
 from support import probe
 from support.disasters import PATIENCE, wait_until
+from support.probe import _main, _native, stacks
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._workers import stacks
-from jaxvec.cli import _main
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stacks need /proc and real-time signals")

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from gymnasium import spaces
 from support.disasters import assert_broken, in_two_ways, wait_until_dead
+from support.probe import _native
 
 import jaxvec
-from jaxvec import _native
 from jaxvec.testing import CountingEnv
 
 WRONG_DATA = {

@@ -15,10 +15,9 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support import disasters, probe
+from support.probe import _settings, pool_of
 
 import jaxvec
-from jaxvec import _settings
-from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
 # --- Configs of each env's own, and episodes without autoreset -----------------------------------

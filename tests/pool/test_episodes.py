@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Episodes
-from jaxvec._spec import Autoreset
+from support.probe import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Autoreset, Episodes
 
 FAULT = "fault"  # in place of what a step returned
 

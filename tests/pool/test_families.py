@@ -13,9 +13,9 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from support.env_states import assert_goes_on
 from support.oracle import assert_same, oracle_steps, rollout, sample_actions
+from support.probe import StatefulEnv
 
 import jaxvec
-from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
 # Warnings of other libraries are not ours to mend; as an error, one of them crashes the import of Box2D.

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from support import probe
 from support.disasters import PATIENCE, GatedEnv, unfinished, wait_until, within
+from support.probe import _ffi, pool_of
 
 import jaxvec
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 BACKENDS = {

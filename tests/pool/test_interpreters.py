@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support.probe import _util, foreign_env
 
 import jaxvec
-from jaxvec import _util
-from jaxvec._envs import foreign_env
 from jaxvec.testing import CountingEnv
 
 STEPS, NUM_ENVS = 300, 3

@@ -21,10 +21,9 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
+from support.probe import PoolConfig, spawn
 
 import jaxvec
-from jaxvec._options import PoolConfig
-from jaxvec._workers import spawn
 from jaxvec.testing import CountingEnv, NestedEnv
 
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from support import probe
 from support.disasters import PATIENCE, Background, wait_until, within
+from support.probe import FairLocks, _native
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._workers.fair_locks import FairLocks
 from jaxvec.testing import CountingEnv
 
 KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]

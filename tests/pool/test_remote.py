@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.probe import _ffi, pool_of
 
 import jaxvec
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 

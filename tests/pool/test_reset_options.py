@@ -16,9 +16,9 @@ from gymnasium.vector import AutoresetMode
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from support.oracle import canonical, stack
+from support.probe import EnvFamily
 
 import jaxvec
-from jaxvec.callbacks._family import EnvFamily
 from jaxvec.compat import gymnax
 from jaxvec.compat.gymnasium import AsyncVectorEnv as VectorEnv
 from jaxvec.testing import CountingEnv

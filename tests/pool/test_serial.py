@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from support import probe
 from support.disasters import PATIENCE
+from support.probe import _ffi, _native
 
 import jaxvec
-from jaxvec import _native
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from support import probe
 from support.disasters import wait_until
+from support.probe import fork as _fork
 from support.scripts import gone
 from test_start_methods import FREE, AskedEnv, ask, methods, server
 
 import jaxvec
-from jaxvec._workers import fork as _fork
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.skipif(

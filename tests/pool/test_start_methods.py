@@ -18,10 +18,10 @@ import numpy as np
 import psutil
 import pytest
 from support.disasters import Background
+from support.probe import fork as _fork
+from support.probe import forkserver
 
 import jaxvec
-from jaxvec._workers import fork as _fork
-from jaxvec._workers import forkserver
 from jaxvec.testing import CountingEnv
 
 METHODS = ["forkserver", "spawn"]

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from support.probe import WorkerStats
 
 import jaxvec
-from jaxvec._stats import WorkerStats
 from jaxvec.testing import CountingEnv
 
 

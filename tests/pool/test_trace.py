@@ -18,12 +18,9 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 from support import probe
 from support.disasters import failing, in_two_ways, wait_until, wait_until_dead
+from support.probe import Record, Span, _ffi, _native, _tracing, pool_of
 
 import jaxvec
-from jaxvec import _native, _tracing
-from jaxvec._tracing import Record, Span
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version

@@ -22,9 +22,9 @@ from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.disasters import PATIENCE
+from support.probe import _call, _ffi, _io_callback, _primitive
 
 import jaxvec
-from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version

@@ -18,15 +18,10 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support import disasters, probe
+from support.probe import Engine, Verb, _call, _ffi, _io_callback, _native, _primitive, base, pool_of
+from support.probe import pool_module as pool
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._dispatch.engine import Engine
-from jaxvec._dispatch.move import Verb
-from jaxvec._pool import pool
-from jaxvec._vector_env import pool_of
-from jaxvec._workers import base
-from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("device")]

@@ -30,14 +30,12 @@ from support import disasters, padded, probe, recycling, state_game
 from support.disasters import GatedEnv, SleepingEnv, wait_until
 from support.elsewhere import assert_equal, play_in_order
 from support.pool_machine import PoolMachine
+from support.probe import cluster as _cluster
+from support.probe import fork, pool_of, wire
+from support.probe import link as _link
 from support.scripts import leftovers
 
 import jaxvec
-from jaxvec._backends.ray import cluster as _cluster
-from jaxvec._backends.remote import link as _link
-from jaxvec._backends.remote import wire
-from jaxvec._vector_env import pool_of
-from jaxvec._workers import fork
 from jaxvec.examples import data_parallel
 from jaxvec.spaces import pad
 from jaxvec.testing import CountingEnv, NestedEnv

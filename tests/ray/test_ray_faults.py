@@ -22,12 +22,12 @@ import psutil
 import pytest
 from support import disasters, probe
 from support.disasters import DEATHS, FAILURES, SleepingEnv, failing, wait_until, within
+from support.probe import cluster as _cluster
+from support.probe import nodes as _nodes
+from support.probe import wire
 from test_ray import Parented, assert_equal, cluster, make_on_ray, parents, pytestmark, ray, scan  # noqa: F401
 
 import jaxvec
-from jaxvec._backends.ray import cluster as _cluster
-from jaxvec._backends.ray import nodes as _nodes
-from jaxvec._backends.remote import wire
 from jaxvec.testing import CountingEnv
 
 cloudpickle.register_pickle_by_value(sys.modules[Parented.__module__])  # only the own module is, otherwise

@@ -14,12 +14,18 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from support.disasters import PATIENCE, Background, wait_until
-
-from jaxvec._backends.remote import host as _host
-from jaxvec._backends.remote import wire
-from jaxvec._backends.remote.host import WorkerHost
-from jaxvec._backends.remote.wire import MESSAGE, HostLostError, Listener, ProcessEnd, WorkerMessage, dial
-from jaxvec._options import PoolConfig
+from support.probe import (
+    MESSAGE,
+    HostLostError,
+    Listener,
+    PoolConfig,
+    ProcessEnd,
+    WorkerHost,
+    WorkerMessage,
+    dial,
+    wire,
+)
+from support.probe import host as _host
 
 KEY = bytes(range(32))
 ROWS = 1

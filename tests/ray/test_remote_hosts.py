@@ -22,9 +22,9 @@ import trustme
 from support import disasters, probe, recycling, state_game
 from support.disasters import DEATHS, FAILURES, PATIENCE, SleepingEnv, failing, wait_until, within
 from support.elsewhere import assert_equal, play_in_order
+from support.probe import host as remote_host
 
 import jaxvec
-from jaxvec._backends.remote import host as remote_host
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,13 +9,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from support.probe import WAKE, HostLostError, ProcessEnd, RemoteWorker, WakePipe, base, nodes
 from support.segments import KINDS, board
-
-from jaxvec._backends.ray import nodes
-from jaxvec._backends.remote.link import RemoteWorker, WakePipe
-from jaxvec._backends.remote.wire import HostLostError, ProcessEnd
-from jaxvec._dispatch.channel import WAKE
-from jaxvec._workers import base
 
 ENDED = ProcessEnd(3, "exited with code 3")
 

@@ -21,12 +21,9 @@ import pytest
 from gymnasium import spaces, wrappers
 from gymnasium.utils import EzPickle
 from support.env_states import assert_equal, assert_goes_on, copied
+from support.probe import StatefulEnv, _native, difference, prove
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._extensions.states.env_states import StatefulEnv
-from jaxvec._extensions.states.proof import prove
-from jaxvec._extensions.states.snapshots.snapshot import difference
 from jaxvec.adapters.replay import ReplayEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")

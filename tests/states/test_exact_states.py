@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support.env_states import WAYS, assert_exact_or_refused, play
+from support.probe import StatefulEnv
 
-from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")

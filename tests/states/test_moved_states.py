@@ -14,10 +14,9 @@ import jax
 import numpy as np
 import pytest
 from support.late_structures import START, Late
+from support.probe import DigestTaker, name_of
 
 import jaxvec
-from jaxvec._extensions.states.snapshots.digests import DigestTaker
-from jaxvec._extensions.states.snapshots.node_types import name_of
 
 KINDS = ["class_that_refers_to_the_env", "closure"] * 2  # the first can't move
 REFUSED = r"cannot move a Late to another process: Late\.late would not be as in the original"

@@ -8,9 +8,9 @@ import gymnasium
 import numpy as np
 import pytest
 from support.env_states import WAYS, assert_exact_or_refused, copied
+from support.probe import StatefulEnv
 
 import jaxvec
-from jaxvec._extensions.states.env_states import StatefulEnv
 
 pygame = pytest.importorskip("pygame", reason="pygame is not installed")
 

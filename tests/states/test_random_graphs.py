@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from support.env_states import copied
 from support.graph_env import GraphEnv
 from support.graphs import KINDS
+from support.probe import StatefulEnv
 
 import jaxvec
-from jaxvec._extensions.states.env_states import StatefulEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -21,11 +21,10 @@ import pytest
 from gymnasium import spaces
 from support import probe
 from support.disasters import PATIENCE
+from support.probe import pool_of, unpack
 from test_states import ACTIONS, counting, equal, pool  # noqa: F401
 
 import jaxvec
-from jaxvec._extensions.states.slot_states import unpack
-from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
 
 # --- bounds and failures ----------------------------------------------------------------------

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.probe import _ffi, _native, pool_of
 from support.state_game import (
     CAPACITY,
     NUM_ENVS,
@@ -21,9 +22,6 @@ from support.state_game import (
 )
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 _MODES = cycle(["SAME_STEP", "NEXT_STEP", "EPISODIC", "DISABLED"])

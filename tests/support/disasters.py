@@ -24,11 +24,9 @@ import numpy as np
 import psutil
 import pytest
 from support import probe
+from support.probe import _ffi, _native, pool_of
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 PATIENCE = 200  # seconds that anything may take here which should come at once; machines stand still at times

@@ -8,12 +8,9 @@ import pickle
 import jax
 import numpy as np
 import pytest
+from support.probe import SlotData, SlotState, StatefulEnv, pack, prove, unpack
 
 import jaxvec
-from jaxvec._envs.slice import SlotData
-from jaxvec._extensions.states.env_states import StatefulEnv
-from jaxvec._extensions.states.proof import prove
-from jaxvec._extensions.states.slot_states import SlotState, pack, unpack
 
 
 def copied(state):

@@ -12,13 +12,7 @@ import cloudpickle
 import jax
 import numpy as np
 import pytest
-
-from jaxvec import _native
-from jaxvec._dispatch.move import Verb
-from jaxvec._memory import pinned
-from jaxvec._vector_env import pool_of
-from jaxvec.callbacks import _call, _ffi, _operands
-from jaxvec.callbacks._packing import Packing
+from support.probe import Packing, Verb, _call, _ffi, _native, _operands, pinned, pool_of
 
 SOURCES = Path(__file__).resolve().parent / "native"
 ILLEGAL_ADDRESS = 700

@@ -9,9 +9,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from support.probe import LastObsTimeStep
 
 import jaxvec
-from jaxvec._spec import LastObsTimeStep
 
 STATISTICS = {"env_id", "episode_return", "episode_length"}
 SEED = 11

@@ -10,8 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 from hypothesis import strategies as st
-
-from jaxvec._spec import as_jax
+from support.probe import as_jax
 
 MOST = 4  # items, nodes and edges
 

@@ -26,10 +26,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import disasters, probe
 from support.disasters import wait_until_dead
+from support.probe import pool_of, split_evenly
 
 import jaxvec
-from jaxvec._memory.segment import split_evenly
-from jaxvec._vector_env import pool_of
 
 LENGTH = 3  # steps of an episode
 

@@ -1,6 +1,7 @@
-"""Access of tests to private state of pools, engines, workers and slices.
+"""The private names of jaxvec that tests use: only this module and the tests in tests/unit import them.
 
-Each function takes a `VectorEnv` or its `Pool`, unless its name says otherwise.
+The functions give access to private state of pools, engines, workers and slices. Each takes a `VectorEnv` or
+its `Pool`, unless its name says otherwise.
 """
 
 from __future__ import annotations
@@ -13,10 +14,48 @@ from typing import Any
 import psutil
 
 import jaxvec
+from jaxvec import _errors, _native, _settings, _stats, _tracing, _util
+from jaxvec._backends.ray import cluster, nodes
+from jaxvec._backends.remote import host, link, wire
+from jaxvec._backends.remote.host import WorkerHost
+from jaxvec._backends.remote.link import RemoteWorker, WakePipe
+from jaxvec._backends.remote.wire import MESSAGE, HostLostError, Listener, ProcessEnd, WorkerMessage, dial
+from jaxvec._dispatch import dispatch
+from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.engine import Engine, PendingEnvs
+from jaxvec._dispatch.move import Verb
+from jaxvec._envs import failures, foreign_env
+from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Episodes
+from jaxvec._envs.slice import SlotData
+from jaxvec._extensions.states.env_states import StatefulEnv
+from jaxvec._extensions.states.proof import prove
+from jaxvec._extensions.states.slot_states import SlotState, pack, unpack
+from jaxvec._extensions.states.snapshots.digests import DigestTaker
+from jaxvec._extensions.states.snapshots.node_types import name_of
+from jaxvec._extensions.states.snapshots.snapshot import difference
+from jaxvec._memory import pinned
+from jaxvec._memory import segment as segment_module
+from jaxvec._memory.segment import Marks, split_evenly
+from jaxvec._native import native_engine
+from jaxvec._native.native_engine import CEngine
+from jaxvec._options import PoolConfig
+from jaxvec._pool import pool as pool_module
 from jaxvec._pool.pool import Pool
+from jaxvec._spec import Autoreset, EnvSpaces, LastObsTimeStep, as_jax, make_spec
+from jaxvec._stats import WorkerStats
+from jaxvec._tracing import Record, Span
+from jaxvec._util import usable_cores
 from jaxvec._vector_env import pool_of
+from jaxvec._workers import base, budget, fork, forkserver, lifeline, output, process, spawn, stacks
+from jaxvec._workers import supervisor as supervisor_module
+from jaxvec._workers.fair_locks import FairLocks
 from jaxvec._workers.supervisor import Supervisor
+from jaxvec.callbacks import _call, _ffi, _io_callback, _operands, _primitive
+from jaxvec.callbacks._family import EnvFamily
+from jaxvec.callbacks._packing import Packing
+from jaxvec.cli import _main
+from jaxvec.cli._main import main
+from jaxvec.compat import _spaces
 
 
 def _pool(envs: jaxvec.VectorEnv | Pool) -> Pool:

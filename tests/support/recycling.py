@@ -7,9 +7,9 @@ import os
 import jax
 import numpy as np
 from support import probe
+from support.probe import _stats
 
 import jaxvec
-from jaxvec import _stats
 from jaxvec.testing import CountingEnv
 
 NUM_ENVS, NUM_STEPS = 4, 60

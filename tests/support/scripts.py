@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 from support.disasters import PATIENCE, Way
-
-from jaxvec._workers import fork
+from support.probe import fork
 
 SCRIPT = """
 import os, signal, sys, threading, time

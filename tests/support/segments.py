@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gymnasium
 import pytest
-
-from jaxvec import _native
-from jaxvec._memory import segment
-from jaxvec._memory.segment import Marks
-from jaxvec._spec import Autoreset, EnvSpaces, as_jax, make_spec
+from support.probe import Autoreset, EnvSpaces, Marks, _native, as_jax, make_spec
+from support.probe import segment_module as segment
 
 KINDS = [
     "portable",
