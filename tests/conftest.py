@@ -1,4 +1,7 @@
-"""Fixtures, and the watch for anything left behind."""
+"""Options of pytest, the selection of tests, and fixtures for all tests.
+
+The session fails if it leaves processes, descriptors, maps or shared memory behind.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from support import disasters, scripts  # noqa: E402
 from support.probe import fork, lifeline, native_engine, process, usable_cores  # noqa: E402
 from support.probe import supervisor_module as supervisor  # noqa: E402
 
-# Without limits of time: the machine may be busy.
+# No time limits, as the machine may be busy.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("default", untimed, max_examples=50)
 settings.register_profile("nightly", untimed, max_examples=300)
 settings.load_profile("default")
 
-jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others run on the first
+jax.config.update("jax_num_cpu_devices", 4)  # for sharded programs; others run on the first device
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,27 +45,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ways",
         choices=["default", "all"],
         default="default",
-        help="in which ways to drive a pool tests run that are written for all of them",
+        help="ways to drive a pool, for tests that are parametrised over all of them",
     )
     parser.addoption("--slow", action="store_true", help="run all cases of tests that are marked slow")
     parser.addoption("--nightly", action="store_true", help="run slow tests and those marked nightly")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps bytecode with pytest's own cache where none is to be beside the sources, as in containers.
+    """Keeps bytecode in pytest's cache if PYTHONDONTWRITEBYTECODE is set, as it is in many containers.
 
-    Each of the several hundred interpreters that tests start would compile all it imports anew.
+    Otherwise, each of the several hundred interpreters that tests start would compile all its imports.
     """
-    cache = getattr(config, "cache", None)  # which can be switched off
+    cache = getattr(config, "cache", None)  # None with `-p no:cacheprovider`
     if cache is not None and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
         sys.dont_write_bytecode = False
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Runs the tests of one file in this process, where they can be debugged, and all in a few.
+    """Returns 0 for one file, whose tests a debugger can reach in this process, else one more than the cores.
 
-    In one more than there are cores: many tests wait for what is to come to an end.
+    Many tests wait, so one process more than there are cores keeps the cores busy.
     """
     alone = len(config.args) == 1 and ".py" in config.args[0]
     return 0 if alone or config.option.usepdb else min(usable_cores() + 1, 5)
@@ -79,9 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the first of `TWO_WAYS` to drive a pool, and in tests/faults both.
+    """Keeps both of `TWO_WAYS` to drive a pool in tests/faults, and the first of them in other tests.
 
-    Where a test excludes such a way, or the machine does, the most similar one takes its place.
+    If a test excludes such a way, or this machine does, the most similar way takes its place.
     """
     if config.getoption("--ways") == "all":
         return
@@ -105,7 +108,7 @@ def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _way(parameters: dict[str, Any]) -> disasters.Way | None:
-    """Returns the way to drive a pool that the parameters of a test name, if they do."""
+    """Returns the way to drive a pool among the parameters of a test, if there is one."""
     if "way" in parameters:
         return parameters["way"] if isinstance(parameters["way"], disasters.Way) else None
     if {"dispatch", "face"} <= parameters.keys():
@@ -114,14 +117,14 @@ def _way(parameters: dict[str, Any]) -> disasters.Way | None:
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], mark: str) -> None:
-    """Leaves of a test with a mark as many cases as the mark says."""
+    """Keeps `but` cases of each test that has the mark."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker(mark):
             cases.setdefault(f"{item.location[0]} {item.originalname}", []).append(item)
     left_out: set[pytest.Item] = set()
     for group in cases.values():
-        # Shuffled, always alike: every so-many-th would often be of one value of a parameter.
+        # A fixed shuffle: every n-th case would often have the same value of a parameter.
         group.sort(key=lambda item: Random(item.name).random())
         keep = max(item.get_closest_marker(mark).kwargs.get("but", 0) for item in group)
         left_out |= {*group[keep:]}
@@ -134,7 +137,7 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: set[pyt
 
 
 def _send_by_value(items: list[pytest.Item]) -> None:
-    """Lets workers get the envs of test files by value; by name they would import the files, and JAX."""
+    """Pickles envs of test files by value: workers that load them by name would import the files, and JAX."""
     modules = {item.module for item in items if isinstance(item, pytest.Function)}
     modules |= {module for name, module in sys.modules.items() if name.startswith("support.")}
     for module in modules:
@@ -163,7 +166,7 @@ def free_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def patient_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets programs wait without Python for longer than even a busy machine takes for a step."""
+    """Makes native waits so long that even on a busy machine no step falls back to Python."""
     monkeypatch.setattr(native_engine, "_WAIT", disasters.PATIENCE * 10**9)
 
 
@@ -178,7 +181,7 @@ def _defaults(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
-    """Ends each test with the settings that it began with: Ctrl-C in a test may keep `override` from that."""
+    """Restores `jaxvec.config` after each test: Ctrl-C in a test may prevent `override` from doing so."""
     before = {**vars(jaxvec.config)}
     yield
     vars(jaxvec.config).update(before)
@@ -186,14 +189,14 @@ def _own_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kept_by_others() -> Counter[str]:
-    """Counts what other libraries never give back; whoever uses one adds to it."""
+    """Counts the resources that other libraries never release; a test that uses one adds to it."""
     return Counter()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
     """Fails the session if it leaves children, descriptors, maps or /dev/shm entries."""
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # what JAX opens, it opens now
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # JAX opens its descriptors now
     lifeline.read_end()
     before = scripts.leftovers()
     yield
@@ -211,7 +214,7 @@ def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _workers_save_coverage() -> None:
-    """Where coverage is measured, lets workers end by themselves, and so save it, before they are killed."""
+    """Waits for workers to exit before they are killed, if coverage is measured, as they save it at exit."""
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         dismiss = supervisor.Supervisor._dismiss
 
@@ -226,20 +229,20 @@ def _workers_save_coverage() -> None:
 
 @pytest.fixture
 def new_workers() -> Callable[[], list[psutil.Process]]:
-    """Returns a function that lists what is left of workers that were started during the test."""
+    """Returns a function that lists the workers that were started during the test and still exist."""
     before = {*scripts.workers()}
     return lambda: [each for each in scripts.workers() if each not in before]
 
 
 @pytest.fixture(params=["process", "serial"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Runs a test over both backends."""
+    """Parametrises a test over both backends."""
     return request.param
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
-    """Runs a test's programs on the CPU and, where there is one, on a GPU."""
+    """Parametrises a test over the CPU and, if there is one, a GPU as JAX's default device."""
     device = jax.devices(request.param)[0]
     with jax.default_device(device):
         yield device
@@ -247,7 +250,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
 
 @pytest.fixture
 def make() -> Iterator[object]:
-    """Yields `disasters.make`, and closes every pool made by it."""
+    """Yields `disasters.make`, and closes the pools that it made."""
     made: list[jaxvec.VectorEnv] = []
 
     def make(*args: object, **kwargs: object) -> jaxvec.VectorEnv:
@@ -261,7 +264,7 @@ def make() -> Iterator[object]:
 
 @pytest.fixture(params=disasters.WAYS, ids=str)
 def way(request: pytest.FixtureRequest) -> disasters.Way:
-    """Runs a test in every way to drive a pool; `--dispatch` and `--transport` don't matter to it."""
+    """Parametrises a test over the ways to drive a pool, whatever `--dispatch` and `--transport` are."""
     reason = request.param.reason_unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -270,17 +273,17 @@ def way(request: pytest.FixtureRequest) -> disasters.Way:
 
 @pytest.fixture
 def no_jax_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps JAX from logging errors of an io_callback.
+    """Stops JAX from logging errors of an io_callback.
 
-    With them it logs their frames, which hold the pool's memory, and pytest keeps a test's log: that of
-    the session's last one until `nothing_left_behind` has looked.
+    The log records hold the frames, and so the pool's memory. pytest keeps the log of the session's last
+    test until `nothing_left_behind` has checked for leaks.
     """
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
 
 
 @pytest.fixture
 def drive(way: disasters.Way, no_jax_log: None) -> Iterator[object]:
-    """Yields `drive(env, num_envs, **kwargs)`, which makes a pool driven this way, closed in the end."""
+    """Yields `drive(env, num_envs, **kwargs)`, which makes a pool that is driven this way, and closes it."""
     made: list[disasters.Driver] = []
 
     def drive(*args: object, **kwargs: object) -> disasters.Driver:

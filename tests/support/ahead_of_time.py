@@ -1,4 +1,4 @@
-"""Compiles programs for devices that are not there: XLA takes a description for the device itself.
+"""Compiles programs for described devices: XLA needs the description of a device, not the device.
 
 What a device's own compiler makes of our programs shows here: whether it knows our call and takes what that
 has, how often the call is there, what is copied around it. Whether it runs does not.
@@ -27,7 +27,7 @@ NUM_ENVS = 4
 LENGTH = 9
 SHARD = PartitionSpec("envs")
 
-# --- Programs of a handle and an action, and how often each of them has our call --------------------
+# --- Programs of a handle and an action, and the number of jaxvec's calls in each --------------------
 
 
 def step_twice(handle, action):
@@ -76,7 +76,7 @@ def simulate_unread(handle, action):
 
 
 def search(handle, action):
-    """Looks from each env as far ahead as that one's reward tells, and steps."""
+    """Simulates each env as many steps as its reward, and then steps it."""
 
     def look_ahead(state, action):
         def go_on(carry):
@@ -199,7 +199,7 @@ each_program = pytest.mark.parametrize(
 
 
 def play_halves(handle, timestep):
-    """Has the envs of a pool with `batch_size` stepped in turns: two calls."""
+    """Steps the envs of a pool with `batch_size` in turns, with two calls."""
 
     def body(carry, _):
         handle, timestep = carry
@@ -210,13 +210,13 @@ def play_halves(handle, timestep):
 
 
 def forget(handle, action):
-    """Steps, and returns nothing of that."""
+    """Steps, and discards the results."""
     jaxvec.step(handle, action)
     return action
 
 
 def carry_more(carry, action):
-    """Carries a large array through steps, which is for XLA to update in place."""
+    """Carries a large array through steps, which XLA should update in place."""
 
     def body(carry, _):
         handle, x = carry
@@ -227,7 +227,7 @@ def carry_more(carry, action):
 
 
 def with_much_to_compute(handle, action):
-    """Has what XLA captures into CUDA graphs, around the calls."""
+    """Surrounds the calls with operations that XLA captures into CUDA graphs."""
 
     def body(carry, _):
         handle, x = carry
@@ -241,7 +241,7 @@ def with_much_to_compute(handle, action):
 
 
 class ImageEnv(CountingEnv):
-    """Observes what is too large to be packed."""
+    """Returns observations that are too large for packing."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +256,7 @@ class ImageEnv(CountingEnv):
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices that are only described.
+    """Described devices.
 
     Attributes:
         devices: of the description.
@@ -281,12 +281,12 @@ class Devices:
 
 
 def describe(platform: str, name: str = "", **description: Any) -> Sequence[Any]:
-    """Returns described devices."""
+    """Returns the described devices."""
     return topologies.get_topology_desc(name, platform=platform, **description).devices
 
 
 def skip_without(*packages: str) -> pytest.MarkDecorator:
-    """Skips tests where none of the packages is installed, which hold a device's compiler."""
+    """Skips tests if none of the packages with the device's compiler is installed."""
     there = any(importlib.util.find_spec(package) for package in packages)
     return pytest.mark.skipif(not there, reason=f"{' or '.join(packages)}: not installed")
 
@@ -301,10 +301,10 @@ def arguments(envs: jaxvec.VectorEnv) -> tuple[Any, Any]:
 
 
 def without_fusions(hlo: str) -> str:
-    """Returns the program without its fused loops, where a copy may be of a value on its way."""
+    """Returns the program's text without fused loops, in which a copy can be an intermediate value."""
     return re.sub(r"^%fused_.*?^}$", "", hlo, flags=re.DOTALL | re.MULTILINE)
 
 
 def copies(hlo: str) -> list[str]:
-    """Returns the type of each array that the program copies whole, without the layout."""
+    """Returns the types, without layouts, of the arrays that the program copies as a whole."""
     return [re.sub(r"\{.*?\}$", "", each) for each in re.findall(r"= (\S+) copy(?:-start)?\(", hlo)]

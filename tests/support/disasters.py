@@ -1,7 +1,6 @@
-"""What the failure suite shares: envs that misbehave, and a driver that reaches them in every way.
+"""Envs that fail, and a driver that steps them in all ways, for tests of failures.
 
-conftest registers this module for pickling by value, as it does test modules: workers get its envs without
-importing it, and JAX.
+conftest.py registers this module for pickling by value, so workers load its envs without importing JAX.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from support.probe import _ffi, _native, pool_of
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-PATIENCE = 200  # seconds that anything may take here which should come at once; machines stand still at times
+PATIENCE = 200  # seconds; limits what should take milliseconds, as a busy machine may pause for long
 
 # --- Ways to drive a pool ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Way:
-    """One cell of the matrix: how envs are handed over, who drives them, and whether in halves."""
+    """A combination of dispatch, Python or a transport of programs, and whole or half batches."""
 
     dispatch: str
-    face: str  # "python", or the transport of compiled programs
+    face: str  # "python", or the transport of the compiled program
     first_ready: bool
 
     def __str__(self) -> str:
@@ -51,7 +50,7 @@ class Way:
         )
 
     def similarity(self, other: Way) -> tuple[bool, bool, bool]:
-        """Returns a sort key: of the ways with the same dispatch, one with the same face is most similar."""
+        """Returns a sort key, in which the same dispatch counts most, then the same face."""
         return self.dispatch == other.dispatch, self.face == other.face, self.first_ready == other.first_ready
 
 
@@ -65,7 +64,7 @@ in_two_ways = pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
 
 
 def make(*args: object, **options: object) -> jaxvec.VectorEnv:
-    """Makes a pool; limits of time may be given one by one here, and settings of `jaxvec.config`, too."""
+    """Makes a pool. Also takes timeouts as separate arguments, and settings of `jaxvec.config`."""
     settings = {
         name: options.pop(name) for name in ("transport", "dispatch", "wrapper_bypass") if name in options
     }
@@ -78,10 +77,9 @@ def make(*args: object, **options: object) -> jaxvec.VectorEnv:
 
 
 class Driver:
-    """Drives one pool in one way. Whatever the way, errors come typed.
+    """A pool that is driven in one way, with typed errors in all of them.
 
-    Its timeouts are for failures that go unnoticed: these end in an `EnvTimeoutError`, which is not what
-    their test waits for.
+    Its timeouts end a test whose failure jaxvec does not notice, with an `EnvTimeoutError`.
     """
 
     def __init__(self, way: Way, env: object, num_envs: int = 4, **kwargs: object) -> None:
@@ -125,7 +123,7 @@ class Driver:
         return obs
 
     def forever(self) -> None:
-        """Steps on, until something comes between: which then comes as it is, from a jitted loop as text."""
+        """Steps until something fails. The Python API raises the error itself, a jitted loop its text."""
         if self.way.face == "python":
             self.step(times=10**9)
         else:
@@ -147,7 +145,7 @@ class Driver:
         return timestep.info["env_id"]
 
     def close(self) -> None:
-        """Closes the pool, in bounded time; no worker is left."""
+        """Closes the pool within `PATIENCE`, and checks that no worker is left."""
         within(self.envs.close)
         assert self.envs.closed
         assert not any(worker.is_running() for worker in self.workers)
@@ -161,7 +159,7 @@ class Driver:
             return jax.block_until_ready(program(*args))
         except jax.errors.JaxRuntimeError as error:
             text = str(error)
-        with pytest.raises(BaseException) as typed:  # noqa: PT011 - whatever it is, it comes typed
+        with pytest.raises(BaseException) as typed:  # noqa: PT011 - any type
             self.envs.raise_if_failed()
         said = f"{type(typed.value).__name__}: {typed.value}"
         assert said.encode(errors="replace").decode() in text
@@ -184,7 +182,7 @@ def _step(handle, actions, times):
         handle, timestep = jaxvec.step(handle, actions)
         return handle, timestep.obs
 
-    # Carried, not stacked: a loop may be meant to go on for ever.
+    # A carry, not stacked results, as a loop may be endless.
     obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, handle)[1])
     return jax.lax.scan(lambda carry, _: (once(carry[0]), None), (handle, obs), length=times)[0]
 
@@ -201,11 +199,11 @@ def _in_env_order(timesteps, numpy):
     return jax.tree.map(lambda *rows: numpy.concatenate(rows)[order], *[each.obs for each in timesteps])
 
 
-# --- What is asked of every broken pool -------------------------------------------------------
+# --- Checks of every broken pool -------------------------------------------------------
 
 
 def assert_broken(driver: Driver, cause: BaseException) -> None:
-    """Every call repeats the cause, and returns no row; then the pool closes, twice."""
+    """Checks that every call raises the cause, and that the pool can be closed twice."""
     envs = driver.envs
     actions = np.zeros(envs.num_envs, int)
     calls = [
@@ -234,7 +232,7 @@ def assert_broken(driver: Driver, cause: BaseException) -> None:
 
 
 def assert_closes(driver: Driver) -> None:
-    """The pool closes, twice, and says so."""
+    """Checks that the pool can be closed twice and then raises `PoolClosedError`."""
     driver.close()
     driver.close()
     with pytest.raises(jaxvec.PoolClosedError):
@@ -249,7 +247,7 @@ def within(function: Callable[[], object], seconds: float = PATIENCE) -> object:
 
 
 class Background:
-    """Calls a function in a thread."""
+    """A call of a function in a thread."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
@@ -265,7 +263,7 @@ class Background:
             self._error = error
 
     def result(self, seconds: float = PATIENCE) -> object:
-        """Returns or raises what the function did; fails if it takes longer."""
+        """Returns the function's result or raises its error; fails if it takes longer."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"{self._function} takes more than {seconds} s"
         error, self._error = self._error, None  # no cycle
@@ -275,7 +273,7 @@ class Background:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Waits for what has no event to wait for."""
+    """Polls a condition for which there is no event."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -289,12 +287,12 @@ def wait_until_running(envs: jaxvec.VectorEnv) -> None:
 
 
 def wait_until_dead(worker: psutil.Process) -> None:
-    """Waits until a worker has ended; the pool, its parent, has yet to learn of it."""
+    """Waits until a worker has ended, which the pool may not have noticed yet."""
     wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
 
 
 def unfinished(envs: jaxvec.VectorEnv) -> list[int]:
-    """Returns the envs that owe the parent a row."""
+    """Returns the envs that have not completed their latest request."""
     return probe.unfinished(envs)
 
 
@@ -302,7 +300,7 @@ def unfinished(envs: jaxvec.VectorEnv) -> list[int]:
 
 
 class TwoArguments(Exception):
-    """Can be pickled, but not unpickled: `__init__` wants two arguments."""
+    """An error that can be pickled but not unpickled, as `__init__` needs two arguments."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
@@ -333,7 +331,7 @@ def throw(error):
 
 
 def exhaust_memory():
-    """Leaves the process at its limit: what follows has to do with what there is."""
+    """Sets the memory limit of the process to its use, and then exceeds it."""
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
     bytearray(1 << 30)
@@ -351,10 +349,15 @@ FAILURES = {
     "group": (lambda: throw(ExceptionGroup("two", [ValueError("1"), KeyError("2")])), "ExceptionGroup.*two"),
     "recursion": (recurse, "RecursionError"),
 }
-TRAVEL = ("picklable", "sys.exit", "base exception", "group")  # whose originals reach the parent
-# As file names that are not UTF-8 have them; C cuts the one short, and stumbles over the other.
+TRAVEL = (
+    "picklable",
+    "sys.exit",
+    "base exception",
+    "group",
+)  # failures whose error object reaches the parent
+# C ends a string at a zero. A lone surrogate, as in file names that are not UTF-8, can't be encoded.
 ODD = {"a zero": "is \0 end", "a lone surrogate": "is \udcff end"}
-# Not for the serial backend, whose envs would limit the memory of this process.
+# Not for the serial backend, where this would limit the memory of the test process.
 OUT_OF_MEMORY = {"out of memory": (exhaust_memory, "MemoryError")}
 
 DEATHS = {
@@ -365,7 +368,7 @@ DEATHS = {
 
 
 def assert_env_error(error, name, where, *, file, worker=1):
-    """Checks all that an `EnvError` of env 2 says of the failure `name`."""
+    """Checks message and attributes of the `EnvError` of env 2 for the failure `name`."""
     _, text = (FAILURES | OUT_OF_MEMORY)[name]
     assert type(error) is jaxvec.EnvError
     assert re.search(rf"env 2.* in {where}.*{text}", str(error), re.DOTALL)
@@ -380,7 +383,7 @@ def assert_env_error(error, name, where, *, file, worker=1):
 
 
 def assert_death(error, name, where):
-    """Checks all that a `WorkerDiedError` of env 2's worker says of the death `name`."""
+    """Checks message and attributes of the `WorkerDiedError` of env 2's worker for the death `name`."""
     _, text, exitcode = DEATHS[name]
     assert type(error) is jaxvec.WorkerDiedError
     assert text in str(error)
@@ -394,7 +397,7 @@ def assert_death(error, name, where):
 
 
 class FailingEnv(CountingEnv):
-    """Does `action()` in `where` of env `victim`, in step on the action 7 only."""
+    """An env that calls `action()` in `where` if its id is `victim`; in `step` only on action 7."""
 
     def __init__(self, env_id, where, action, victim=2):
         super().__init__()
@@ -419,7 +422,7 @@ def failing(where, action, victim=2):
 
 
 def waiting_for(path):
-    """Returns an action that ends when there is a file."""
+    """Returns a function that returns once a file exists."""
 
     def wait():
         while not path.exists():
@@ -429,7 +432,7 @@ def waiting_for(path):
 
 
 class SleepingEnv(CountingEnv):
-    """Env 1 sleeps for ever on the action 7."""
+    """An env that sleeps for ever on action 7 if its id is 1."""
 
     def __init__(self, env_id):
         super().__init__()
@@ -442,7 +445,7 @@ class SleepingEnv(CountingEnv):
 
 
 class GatedEnv(CountingEnv):
-    """Its steps with action 7 wait for a file."""
+    """An env whose steps with action 7 wait until a file exists."""
 
     def __init__(self, gate):
         super().__init__()

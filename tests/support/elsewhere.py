@@ -1,4 +1,4 @@
-"""Programs over pools on other machines, whose results are compared with those of local pools."""
+"""Programs for comparing pools on other machines with local pools."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ import jaxvec
 
 
 def copied(state):
-    """Returns the state as another process gets it."""
+    """Returns a copy of the state, as another process receives it."""
     (packed,) = pack([SlotState(0, state, SlotData((0, 0, 0), (0, None, None), {}, False, {}))])
     return unpack(packed).env
 
 
 def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
-    """Compares an env that is stepped with two that take turns, between which states go to and fro.
+    """Compares an env that is only stepped with two that take turns and exchange states.
 
     Before a state is put, the env goes elsewhere for some steps, through a reset with another seed at times.
     """

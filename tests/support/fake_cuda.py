@@ -1,4 +1,4 @@
-"""CUDA without a GPU: a driver that puts off every copy, and programs' calls as XLA would make them."""
+"""A fake CUDA driver that delays every copy, and calls of programs as XLA makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUT_OF_MEMORY = 2
 
 
 def build(folder: Path, name: str, *flags: str) -> Path:
-    """Returns a library made of one of our sources; skips the test where it can't be built."""
+    """Builds a library from a source file and returns it; skips the test if it can't be built."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to build the fake driver")
     path = folder / f"lib{name}.so"
@@ -38,11 +38,11 @@ def pointer(capsule) -> ctypes.c_void_p:
 
 
 class Driver:
-    """The fake driver, as tests see it."""
+    """The control of the fake driver by tests."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.kept: list[object] = []  # what late copies are to and from
+        self.kept: list[object] = []  # memory of the delayed copies
         self._library = ctypes.CDLL(str(path))
         self.flush = self._library.fake_flush
         self._library.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
@@ -51,28 +51,28 @@ class Driver:
         self._library.cuCtxGetCurrent.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
 
     def reset(self) -> None:
-        """Forgets calls, failures to come, and copies that were not made yet."""
+        """Discards the recorded calls, planned failures and delayed copies."""
         self._library.fake_reset()
         self.kept.clear()
 
     def fail(self, name: str, code: int) -> None:
-        """Lets a function fail from now on; 0 lets it work again."""
+        """Makes a function fail with an error code; 0 makes it work again."""
         self._library.fake_fail(name.encode(), code)
 
     def take_calls(self) -> list[str]:
-        """Returns the calls since the last time, each a name and perhaps what it was for."""
+        """Returns the calls since the previous `take_calls`: their names, with an argument for some."""
         text = ctypes.create_string_buffer(1 << 20)
         assert self._library.fake_take_calls(text, len(text)) < len(text)
         return text.value.decode().splitlines()
 
     @property
     def registered(self) -> int:
-        """How many pieces of memory are page-locked."""
+        """Returns the number of page-locked memory regions."""
         return self._library.fake_registered()
 
     @property
     def context(self) -> int | None:
-        """The context that is current in this thread."""
+        """Returns the current context of this thread."""
         context = ctypes.c_void_p()
         self._library.cuCtxGetCurrent(ctypes.byref(context))
         return context.value
@@ -82,7 +82,7 @@ class Driver:
         self._library.cuCtxSetCurrent(context)
 
     def advance(self, stream: int) -> int:
-        """Makes one copy of a stream; returns how many are left."""
+        """Makes the next copy of a stream, and returns how many are left."""
         return self._library.fake_advance(stream)
 
     def synchronize(self, stream: int) -> None:
@@ -93,17 +93,17 @@ class Driver:
 
 
 class CallError(Exception):
-    """What the handler returned to XLA."""
+    """An error that the handler returned to XLA."""
 
 
 class Gpu:
-    """Makes calls for a pool on one stream. "Device memory" is NumPy's."""
+    """A program's calls to a pool on one stream, with NumPy arrays as device memory."""
 
     def __init__(self, driver: Driver, envs, stream: int = 0x1001) -> None:
         self.driver, self.envs, self.stream = driver, envs, stream
 
     def reset(self, seed: int):
-        """Returns the token and the rows, neither of which may be there yet."""
+        """Returns the token and the rows, which later copies may still fill."""
         n = self.envs.num_envs
         token = np.zeros((n, 3), np.uint32)
         token[:, 0], token[:, 1] = pool_of(self.envs).id, np.arange(n)
@@ -163,7 +163,7 @@ def built(tmp_path_factory) -> Driver:
 
 @pytest.fixture
 def driver(built, monkeypatch):
-    """The fake driver in place of the machine's."""
+    """Replaces the machine's driver by the fake one."""
     if _ffi.reason_unavailable() is not None:
         pytest.skip(_ffi.reason_unavailable())
     native = _native.load()
@@ -190,7 +190,7 @@ def _registered(built, tmp_path_factory) -> ctypes.CDLL:
 
 @pytest.fixture
 def cpu_as_cuda(driver, _registered, monkeypatch) -> Driver:
-    """Lets programs on the CPU come by the handler for CUDA; each of their calls ends when all is copied."""
+    """Runs the calls of programs on the CPU in the handler for CUDA, and waits for their copies."""
     monkeypatch.setattr(_ffi, "_TARGET", _XLA_TARGET)
     monkeypatch.setattr(_ffi, "_PACKED", ("cpu",))
     return driver

@@ -34,7 +34,7 @@ from gymnasium import spaces
 from support.graphs import KINDS, AttrDict, Data, DataSlots, Guarded, Number, Slotted, Thing, pygame
 
 # ----------------------------------------------------------------------------------------------------------
-# What can be seen of an object, which parts it has, and how it is changed
+# Description, parts and changes of an object
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +134,7 @@ def is_empty(cell: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Returns what can be seen of an object itself, without its parts."""
+    """Returns a description of an object itself, without its parts."""
     kind = type(value)
     text = kind.__name__
     if type(value) in weakref.ProxyTypes:
@@ -193,7 +193,7 @@ def shown(value: Any) -> str:
 
 
 def describe(roots: list[Any], last: Any) -> str:
-    """Returns a text with all that can be seen in a graph, and the result of the last change."""
+    """Returns a text that describes all objects of a graph, and the result of the last change."""
     numbers: dict[int, int] = {}
     alive: list[Any] = []  # keeps the ids from being used again
     owners: dict[int, tuple[int, int]] = {}
@@ -221,7 +221,7 @@ def describe(roots: list[Any], last: Any) -> str:
 
 
 def place(value: Any, owners: dict[int, tuple[int, int]], alive: list[Any]) -> str:
-    """Returns in which memory an array is, and where, relative to the first array there."""
+    """Returns an array's memory, and its offset from the first array in the same memory."""
     if not isinstance(value, np.ndarray | np.void):
         return ""
     owner = owner_of(value)
@@ -243,7 +243,7 @@ def owner_of(value: Any) -> Any:
 
 
 def changed(value: Any, n: int, other: Any) -> Any:
-    """Changes an object, and returns what its method returned; `other` is another part of the graph."""
+    """Changes an object and returns the method's result; `other` is another part of the graph."""
     if type(value) in weakref.ProxyTypes:
         value = referent(value)
     if isinstance(value, weakref.ref):
@@ -361,11 +361,11 @@ def _call(function: Any, n: int) -> Any:
 # ----------------------------------------------------------------------------------------------------------
 
 NUM_ROOTS = 5
-QUIET = 300  # steps that only count, for structures that come late
+QUIET = 300  # steps that only count, for structures that are made late
 
 
 class GraphEnv(gymnasium.Env[Any, Any]):
-    """Interprets a program.
+    """An env that interprets a program.
 
     A program is a pair: operations that `reset` carries out, and one or more per step. An operation has the
     name of a kind of object to build, or of a change, a path to an object, a path to another, and a number.

@@ -60,7 +60,7 @@ class Slotted:
 
 
 class Half(Slotted):
-    """Has slots and a dict."""
+    """A class with slots and a dict."""
 
     def bump(self, n: int) -> Any:
         self.extra = n
@@ -68,7 +68,7 @@ class Half(Slotted):
 
 
 class Guarded(Thing):
-    """Overrides how attributes are set and read."""
+    """A class that overrides how attributes are set and read."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -81,7 +81,7 @@ class Guarded(Thing):
 
 
 class Equal(Thing):
-    """Equals every other object of its class."""
+    """A class whose objects are all equal."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Equal
@@ -91,7 +91,7 @@ class Equal(Thing):
 
 
 class Reset(Thing):
-    """Loses its state when it is copied, like envs with `EzPickle`."""
+    """A class whose copies lose their state, like envs with `EzPickle`."""
 
     def __getstate__(self) -> Any:
         return {}
@@ -232,7 +232,7 @@ def with_attributes(child: Any, n: int) -> Any:
 
 
 def late_attributes(child: Any, n: int) -> Any:
-    """Returns a function without variables, which gets attributes and changes its keyword defaults."""
+    """Returns a function without free variables that changes its attributes and keyword defaults."""
 
     def call(n: int, *, more: int = 1) -> int:
         return n + more
@@ -285,7 +285,7 @@ def _objects(child: Any, n: int) -> Any:
 
 
 def _view(child: Any, n: int) -> Any:
-    """Returns a view of an array; of a new one if `child` is none."""
+    """Returns a view of `child` if it is an array, else of a new array."""
     base = child if isinstance(child, np.ndarray) else np.arange(12.0).reshape(3, 4)
     cuts: list[Any] = [
         lambda: base[..., n % 3 : n % 3 + 2] if base.ndim else base[...],

@@ -1,4 +1,4 @@
-"""Objects that an env makes in the middle of an episode, with what is to be kept when it moves.
+"""Objects that an env makes within an episode, and what must stay the same when the env moves.
 
 A kind is a function of the env. It returns the objects, and a function that changes them by one reference,
 reads them by another one, and returns a number.
@@ -79,7 +79,7 @@ class Named(str):
 
 
 class ElsewhereUnhashable:
-    """Has a hash only in the process that made it."""
+    """A class whose objects have a hash only in the process that made them."""
 
     def __init__(self):
         self.pid = os.getpid()
@@ -557,7 +557,7 @@ def key_that_kills_elsewhere(env):
 
 
 class Late(gymnasium.Env):
-    """Observes the step of its episode, and what its kind shows there."""
+    """An env whose observations are the step of the episode and the state of its structure."""
 
     observation_space = gymnasium.spaces.Box(-1e9, 1e9, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)

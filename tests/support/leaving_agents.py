@@ -8,7 +8,7 @@ from pettingzoo import ParallelEnv
 
 
 class Leaving(ParallelEnv):
-    """Rewards the action 2. An agent observes the time."""
+    """An env that rewards action 2; its observations are the time."""
 
     metadata = {"name": "leaving_v0"}
     possible_agents = ["b", "a", "c"]

@@ -1,4 +1,4 @@
-"""A program of test_ray.py: its cluster loses the head during a compiled loop. Ray may end the process."""
+"""A program of test_ray.py whose cluster loses its head node during a compiled loop; Ray may end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of notebooks."""
+"""Functions that run cells in a notebook's kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.disasters import PATIENCE
 
 @pytest.fixture
 def kernel():
-    """A notebook's kernel: (its manager, its client)."""
+    """Yields the manager and the client of a notebook's kernel."""
     manager_module = pytest.importorskip("jupyter_client.manager")
     pytest.importorskip("ipykernel")
     manager, client = manager_module.start_new_kernel(startup_timeout=PATIENCE)
@@ -17,11 +17,11 @@ def kernel():
     manager.shutdown_kernel(now=True)
     manager.cleanup_resources()
     client.context.term()
-    pytest.importorskip("jupyter_core.utils").ensure_event_loop().close()  # theirs, for this thread
+    pytest.importorskip("jupyter_core.utils").ensure_event_loop().close()  # jupyter_core's, for this thread
 
 
 def run_cell(client, code, **options):
-    """Runs a cell; returns what it printed and its error's name, text and traceback."""
+    """Runs a cell, and returns its output and the name, text and traceback of each error."""
     return finish_cell(client, client.execute(code, **options))
 
 

@@ -18,7 +18,7 @@ SEED = 11
 
 
 def canonical(tree):
-    """Returns the tree in the dtypes that JAX gives it."""
+    """Returns the tree with JAX's dtypes."""
     return jax.tree.map(
         lambda x: np.asarray(x).astype(jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)), tree
     )
@@ -29,7 +29,7 @@ def stack(trees):
 
 
 def sample_actions(env_fns, num_steps):
-    """Returns `[num_steps, num_envs, ...]` actions: as JAX holds them, and as the envs then get them."""
+    """Returns `[num_steps, num_envs, ...]` actions with JAX's dtypes, and as the envs receive them."""
     space = SyncVectorEnv(env_fns).action_space
     space.seed(SEED)
     raw = stack([space.sample() for _ in range(num_steps)])
@@ -38,7 +38,7 @@ def sample_actions(env_fns, num_steps):
 
 
 def oracle_steps(env_fns, mode, actions, num_steps, keys=()):
-    """Yields after the reset, each step and each masked reset what jaxvec should return, uncast.
+    """Yields the expected results of the reset, each step and each masked reset, without casts.
 
     Only Gymnasium's own results are used; the episode statistics are added up here.
     """
@@ -81,7 +81,7 @@ def oracle_steps(env_fns, mode, actions, num_steps, keys=()):
 
 
 def final_obs(oracle, infos):
-    """Batches Gymnasium's object array of last observations, with zeros where there is none."""
+    """Batches Gymnasium's object array of final observations, with zeros for missing ones."""
     space, n = oracle.single_observation_space, oracle.num_envs
     zeros = create_empty_array(space, n, np.zeros)
     found = infos.get("final_obs", [None] * n)
@@ -93,7 +93,7 @@ def final_obs(oracle, infos):
 
 
 def declared(infos, keys, n):
-    """Picks the keys and masks out of Gymnasium's infos, zeros where no env has the key."""
+    """Selects keys and masks from Gymnasium's infos, with zeros if no env has the key."""
     picked = {}
     for key, space in keys.items() if keys else ():
         zeros = create_empty_array(space, n, np.zeros)
@@ -105,7 +105,7 @@ def declared(infos, keys, n):
 
 
 def rollout(envs, actions):
-    """Returns what one jitted scan got: after the reset, each step and, if needed, each masked reset."""
+    """Returns the results of one jitted scan: of the reset, each step and each masked reset."""
     disabled = envs.autoreset_mode is AutoresetMode.DISABLED
 
     @jax.jit
@@ -151,7 +151,7 @@ def assert_same(got, oracle):
     for index, (actual, (expected, mask)) in enumerate(zip(got, oracle, strict=True)):
         expected = canonical(expected)
         if not mask.all():
-            # Gymnasium's infos of a masked reset are of the envs reset; other rows must stay as they were.
+            # After a masked reset, Gymnasium's infos have only these envs; other rows must not change.
             kept = {key: value for key, value in before.info.items() if key not in STATISTICS}
             fresh = {key: expected.info[key] for key in kept}
             expected.info.update(jax.tree.map(partial(merge, mask), fresh, kept))

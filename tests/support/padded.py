@@ -1,4 +1,4 @@
-"""A model of padded values, written on Gymnasium's spaces, and random spaces without a fixed shape."""
+"""A model of padded values for Gymnasium's spaces, and random spaces without a fixed shape."""
 
 from __future__ import annotations
 
@@ -159,12 +159,12 @@ def nested(children):
     )
 
 
-# A copy for each test, whose generators are its own.
+# Each test has its own copy, and so its own random generators.
 any_space = st.recursive(st.one_of(_numbers, _texts, _graphs), nested, max_leaves=4).map(deepcopy)
 
 
 class EchoEnv(gymnasium.Env):
-    """Shows a sample of its space, or the last action; episodes have 3 steps."""
+    """An env that observes a sample of its space or the last action; episodes have 3 steps."""
 
     def __init__(self, space):
         self.observation_space, self.action_space = deepcopy(space), deepcopy(space)

@@ -42,7 +42,7 @@ def zeros(space):
 
 
 def assert_jitted_steps_are_those_by_hand(make, env_fn, *, num_envs, num_steps, seed=5):
-    """Compares all that a scan returns; says how many episodes terminated, truncated, and agents went."""
+    """Compares the results of a scan, and counts terminated and truncated episodes, and agents that left."""
     envs = make(lambda: PettingZooEnv(env_fn()), num_envs, num_workers=2, info=INFO)
     actions = sample_actions(envs.single_action_space, num_steps, num_envs)
     handle, first = jaxvec.reset(envs, seed=seed)
@@ -55,7 +55,7 @@ def assert_jitted_steps_are_those_by_hand(make, env_fn, *, num_envs, num_steps, 
         observations, _ = env.reset(seed=seed + n)
         assert_obs(first.obs, n, nothing | observations)
         assert_masks(first.info, n, agents, env.agents, {}, {})
-        fates = {}  # of the agents seen in this episode: what ended theirs
+        fates = {}  # how each agent of this episode ended
         for t in range(num_steps):
             at, acting = (t, n), env.agents[:]
             taken = {

@@ -1,4 +1,4 @@
-"""A pool against a model that foretells every field of every row, whatever happens to the pool.
+"""A state machine of Hypothesis that compares a pool with a model of every field, also after faults.
 
 The model is told nothing but what the pool is told. So rows that a fault has cut are foretold from the rows
 before them alone: that is what they promise.
@@ -32,28 +32,28 @@ import jaxvec
 
 LENGTH = 3  # steps of an episode
 
-# Actions from here on do harm; those before are played.
-RAISE = 5  # raises, before anything was counted
-SPOIL = 6  # steps, and returns an image of another shape
+# Actions from here on cause a fault.
+RAISE = 5  # raises before anything is counted
+SPOIL = 6  # steps, and returns an image of a wrong shape
 DIE = 7  # kills its process
-DIE_LATE = 8  # kills its process when half of its observation is in the row
-DIE_TWICE = 9  # kills its process, and the one in its place at the first reset there
-END_BADLY = 10  # ends the episode, and raises in the reset that follows
+DIE_LATE = 8  # kills its process when half of its observation is written
+DIE_TWICE = 9  # kills its process, and the replacement at its first reset
+END_BADLY = 10  # ends the episode, and raises in the next reset
 
 
 def observe(counts):
-    """Returns an observation of which each part tells whose it is, and of when."""
+    """Returns an observation whose parts identify the env and the time."""
     pixels = np.arange(48, dtype=np.int64) * (counts[1] + 1) + 7 * counts[0] + counts[3]
     return {"counts": np.array(counts, np.int32), "image": (pixels % 256).astype(np.uint8).reshape(4, 4, 3)}
 
 
 def info_of(steps):
-    """Returns an info whose keys come and go."""
+    """Returns an info with varying keys."""
     return {"lives": steps} if steps % 2 else {}
 
 
 class _Deadly(dict):
-    """Kills its process when its second item is asked for."""
+    """A dict that kills its process when its second item is read."""
 
     def __getitem__(self, key):
         if key == "image":
@@ -62,7 +62,7 @@ class _Deadly(dict):
 
 
 class HarmfulEnv(gymnasium.Env):
-    """Counts what it does; does as its actions say. What its successors are to do, it leaves in a folder."""
+    """An env whose actions cause faults. It counts its calls, and has orders for replacements in a folder."""
 
     action_space = spaces.Discrete(11)
     observation_space = spaces.Dict(
@@ -115,7 +115,7 @@ def _raise():
 
 @dataclass
 class ModelEnv:
-    """What a `HarmfulEnv` has counted."""
+    """The counters of a `HarmfulEnv`."""
 
     resets: int = 0
     steps: int = 0
@@ -135,17 +135,17 @@ class ModelEnv:
 
 @dataclass
 class Slot:
-    """What the program has of an env, and whether its next step is lost."""
+    """The state of an env in the program, and whether its next step is lost."""
 
-    obs: Any = None  # the last one delivered
-    over: bool = False  # the last row delivered ended an episode
-    episode: tuple[float, int] = (0.0, 0)  # return and length of the one that runs, as delivered
+    obs: Any = None  # the last delivered observation
+    over: bool = False  # whether the last delivered row ended an episode
+    episode: tuple[float, int] = (0.0, 0)  # delivered return and length of the running episode
     lost: bool = False
 
 
 @dataclass
 class Row:
-    """All fields of one env's row of a time step, but `env_id`."""
+    """All fields of one env's row of a time step, except `env_id`."""
 
     obs: Any
     reward: float
@@ -168,7 +168,7 @@ class _Failed(Exception):
 
 @dataclass
 class ModelWorker:
-    """The envs of one worker, and what happens to them.
+    """A model of the envs of one worker.
 
     Attributes:
         slots: of its envs.
@@ -188,7 +188,7 @@ class ModelWorker:
         self._build()
 
     def die(self) -> None:
-        """The process ends, and another builds all envs anew."""
+        """Ends the process; its replacement builds all envs again."""
         self._build()
         for slot in self.slots.values():
             slot.lost = True
@@ -200,7 +200,7 @@ class ModelWorker:
         return Row(obs, 0.0, False, False, (0.0, 0), info=info)
 
     def step(self, requests: list[tuple[int, int]]) -> dict[int, Row]:
-        """Returns the rows of these envs, which step in this order with these actions."""
+        """Returns the rows of these envs, stepped in this order with these actions."""
         rows: dict[int, Row] = {}
         left, dies_again = list(requests), False
         while left:
@@ -208,7 +208,7 @@ class ModelWorker:
             try:
                 for env_id, action in left:
                     if action == END_BADLY and not self.slots[env_id].lost:
-                        self._deliver(made, rows)  # its reset fails, so those before it go out
+                        self._deliver(made, rows)  # its reset fails, so the earlier rows are delivered
                     row, after = self._step(env_id, action)
                     if dies_again:
                         dies_again = False
@@ -218,10 +218,10 @@ class ModelWorker:
                         self._deliver(made, rows)
             except _Died:
                 dies_again = not self.slots[env_id].lost and action == DIE_TWICE
-                self.die()  # with all that it had not delivered
+                self.die()  # with the rows that it has not delivered
                 made = []
             except _Failed:
-                pass  # it delivers those before, and goes on with this one
+                pass  # it delivers the earlier rows, and continues with this env
             self._deliver(made, rows)
             left = [(env_id, action) for env_id, action in left if env_id not in rows]
         return rows
@@ -238,7 +238,7 @@ class ModelWorker:
         made.clear()
 
     def _step(self, env_id: int, action: int) -> tuple[Row, Slot]:
-        """Returns the row of one step, and what the program has then."""
+        """Returns the row of one step, and the program's state after it."""
         slot = self.slots[env_id]
         if slot.over and self.mode == "NEXT_STEP":
             obs, info = self._autoreset(env_id)
@@ -279,7 +279,7 @@ class ModelWorker:
 
 
 class HostFace:
-    """Moves a pool by its own methods."""
+    """Drives a pool by its methods."""
 
     def __init__(self, envs):
         self.reset, self.step, self.send, self.recv = envs.reset, envs.step, envs.send, envs.recv
@@ -289,7 +289,7 @@ _step, _send, _recv = jax.jit(jaxvec.step), jax.jit(jaxvec.send), jax.jit(jaxvec
 
 
 class ProgramFace:
-    """Moves a pool by compiled programs."""
+    """Drives a pool by compiled programs."""
 
     def __init__(self, envs):
         self._envs = envs
@@ -313,7 +313,7 @@ class ProgramFace:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`dead` are workers that were killed, and whose death nobody can have met with yet."""
+    """The state machine. `dead` has killed workers whose death no call can have noticed yet."""
 
     backend: Any = "process"
     folder: tempfile.TemporaryDirectory[str] | None = None
@@ -331,7 +331,7 @@ class PoolMachine(RuleBasedStateMachine):
         retry=st.sampled_from(["reset", "rebuild"]),
     )
     def make(self, num_envs, num_workers, dispatch, face, first_ready, mode, spare_envs, retry):
-        if mode == "DISABLED":  # these need autoreset
+        if mode == "DISABLED":  # this mode has no autoreset
             first_ready, spare_envs = False, 0
         self.folder = tempfile.TemporaryDirectory()
         slices = split_evenly(num_envs, min(num_workers, num_envs))
@@ -366,32 +366,32 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_envs = num_envs
         self.started = self.killed = self.closed = False
         self.checks = 0
-        self.sent: dict[int, Row] = {}  # what is to come of those in flight, in the order of their requests
-        self.rows: dict[int, Row] = {}  # what came last
+        self.sent: dict[int, Row] = {}  # expected rows of the pending envs, in the order of their requests
+        self.rows: dict[int, Row] = {}  # the last rows
         self.dead: set[int] = set()
         self.perhaps_dead: set[int] = set()
 
     def actions(self, count):
-        """Returns what envs may be asked to do so that what comes of it is foretold."""
+        """Returns the actions whose results the model can predict."""
         harm = [RAISE, SPOIL, DIE, DIE_LATE]
         if self.mode == "SAME_STEP" and not self.spare_envs:  # else others' resets meet with it, or nobody's
             harm += [DIE_TWICE, END_BADLY]
         return st.lists(st.integers(0, 4) | st.sampled_from(harm), min_size=count, max_size=count)
 
     def request(self, requests):
-        """Foretells the rows of these envs and actions."""
+        """Predicts the rows of these envs and actions."""
         for worker in self.workers:
             mine = [(env_id, action) for env_id, action in requests if env_id in worker.slots]
             rows = worker.step(mine)
             self.sent |= {env_id: rows[env_id] for env_id, _ in mine}
-        # In the order of the requests, whoever has them.
+        # In the order of the requests, across workers.
         order = [env_id for env_id in self.sent if env_id not in dict(requests)] + [i for i, _ in requests]
         self.sent = {env_id: self.sent[env_id] for env_id in order}
 
     def check(self, timestep):
-        """Compares all fields of all rows with those that were foretold."""
+        """Compares all fields of all rows with the prediction."""
         self.checks += 1
-        # Who waits may notice any of them.
+        # A call that waits may notice any of them.
         self.perhaps_dead, self.dead = self.perhaps_dead | self.dead, set()
         ids = timestep.info["env_id"].tolist()
         assert ids == list(self.sent)[: len(ids)]
@@ -430,9 +430,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(seed=st.none() | st.integers(0, 9))
     def reset(self, seed):
         if self.spare_envs and (self.started or self.killed):
-            seed = None  # else resets in advance are void, of which nobody knows how many there were
+            seed = None  # with a seed, an unknown number of resets in advance would be void
         self.started = True
-        # Those in flight are received first, as was foretold when they were sent.
+        # The pending envs are received first, as predicted when they were sent.
         self.sent = {env_id: self.worker_of[env_id].reset(env_id) for env_id in self.spread()}
         self.check(self.face.reset(seed=seed))
 
@@ -448,7 +448,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.reset_those(data.draw(st.lists(st.booleans(), min_size=self.num_envs, max_size=self.num_envs)))
 
     def reset_those(self, mask):
-        self.sent = dict(self.rows)  # of those that stay, all fields do
+        self.sent = dict(self.rows)  # rows that are not replaced keep all fields
         self.sent |= {
             env_id: self.worker_of[env_id].reset(env_id) for env_id in np.flatnonzero(mask).tolist()
         }
@@ -516,7 +516,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         worker = probe.processes(self.envs)[number]
         worker.kill()
-        wait_until_dead(worker)  # it may run on for a moment where the machine is busy
+        wait_until_dead(worker)  # on a busy machine it may run a moment longer
         self.workers[number].die()
         self.killed = True
         self.dead.add(number)
@@ -556,7 +556,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.envs.stats().total.faults >= delivered - under_way
 
     def teardown(self):
-        traceback.print_exc()  # of a failure, which Hypothesis does not tell where it comes only now and then
+        traceback.print_exc()  # Hypothesis does not print a failure that is not reproducible
         if self.envs is not None:
             self.envs.close()
         if self.folder is not None:

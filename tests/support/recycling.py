@@ -17,7 +17,7 @@ OFTEN = jaxvec.Recycle(steps=20)  # about every tenth step, as a worker has two 
 
 
 class Opened(CountingEnv):
-    """An env without exact states, because it has an open file. Its info has its process."""
+    """An env without exact states, as it has an open file. Its info contains its process id."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -45,7 +45,7 @@ def is_marked(value):
 
 
 def unmarked(info):
-    """Returns an info without its flags of cut episodes, of which none is set."""
+    """Returns an info without the flags of faults, after checking that none is set."""
     if not is_marked(info):
         return info
     assert not np.any(info["fault"])
@@ -53,7 +53,7 @@ def unmarked(info):
 
 
 def assert_equal(found, expected):
-    """Compares all that a pool with recycling has returned with the results of one without."""
+    """Compares the results of a pool with recycling with those of a pool without."""
     found = jax.tree.map(unmarked, found, is_leaf=is_marked)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 

@@ -1,4 +1,4 @@
-"""Reads what training programs write."""
+"""Functions that read the files of training programs."""
 
 import pickletools
 from pathlib import Path

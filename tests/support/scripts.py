@@ -1,4 +1,4 @@
-"""Programs of their own, for tests of what ends a program or limits it."""
+"""Programs in separate processes, for tests of signals, exits and resource limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from support.probe import fork
 
 SCRIPT = """
 import os, signal, sys, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start its jobs without
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start jobs with SIGINT ignored
 import numpy as np, gymnasium, jaxvec
 from gymnasium import spaces
 
-class Env(gymnasium.Env):  # of __main__, and there is no main guard
+class Env(gymnasium.Env):  # defined in __main__, which has no main guard
     observation_space = spaces.Box(0, 1, (2,))
     action_space = spaces.Discrete(2)
     def reset(self, *, seed=None, options=None):
@@ -51,7 +51,7 @@ envs = driver.envs
 driver.reset()
 """
 
-# What an env does in `step`, as text of a script.
+# The source of an env's `step`.
 STEPPING = r'os.write(1, b"stepping\n"); signal.pause()'
 
 
@@ -78,7 +78,7 @@ def run_script(
 
 
 def read_pids(script: subprocess.Popen[str]) -> list[int]:
-    """Waits for the script's pool; returns the pids of its two workers."""
+    """Waits for the script's pool, and returns the pids of its two workers."""
     line = script.stdout.readline()
     pids = [int(word) for word in line.split()]
     assert len(pids) == 2, line + script.stderr.read()
@@ -86,18 +86,18 @@ def read_pids(script: subprocess.Popen[str]) -> list[int]:
 
 
 def workers() -> list[psutil.Process]:
-    """Returns what there is of workers of this process, and of what their envs have started."""
+    """Returns the existing workers of this process, and the processes that their envs started."""
     kept = fork.server_pids()
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in kept]
 
 
 def shared_names() -> set[str]:
-    """Returns the names in /dev/shm that could be ours; other programs have some, too."""
+    """Returns the names in /dev/shm that jaxvec may have made."""
     return {name for name in os.listdir("/dev/shm") if "jaxvec" in name}
 
 
 def gone(pids: object, timeout: float = PATIENCE) -> bool:
-    """Whether all these processes end in time."""
+    """Returns True once all these processes have ended, or False after a time limit."""
     alive = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -106,7 +106,7 @@ def gone(pids: object, timeout: float = PATIENCE) -> bool:
 
 
 def end(script: subprocess.Popen[str]) -> None:
-    """Ends a script, in whatever state it is."""
+    """Ends a script, whatever its state."""
     script.kill()
     script.wait(timeout=200)
     script.stdout.close()
@@ -114,7 +114,7 @@ def end(script: subprocess.Popen[str]) -> None:
 
 
 def leftovers() -> dict[str, int]:
-    """Counts what a pool could leave behind in this process and machine."""
+    """Counts the resources of this process and machine that a pool could leave behind."""
     found = {"children": len(workers())}
     for fd in Path("/proc/self/fd").iterdir():
         try:

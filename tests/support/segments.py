@@ -1,4 +1,4 @@
-"""Segments without a pool, and the ways to dispatch that there are."""
+"""Segments without a pool, and the available dispatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = [
 
 
 def board(num_envs, num_workers):
-    """Returns the marks of a pool, and its slices."""
+    """Returns the marks and slices of a pool."""
     spaces = EnvSpaces(gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2), None)
     spec = make_spec(
         spaces,

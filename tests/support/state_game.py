@@ -17,11 +17,11 @@ from gymnasium.wrappers import TimeLimit
 import jaxvec
 
 NUM_ENVS = 5
-CAPACITY = 60  # states, of which newer ones soon take the place
+CAPACITY = 60  # states; newer ones soon replace older ones
 
 
 class Walk(gymnasium.Env):
-    """Walks at random; its info comes and goes."""
+    """A random walk with varying info keys."""
 
     observation_space = spaces.Dict(
         place=spaces.Box(-np.inf, np.inf, (2,), np.float32), image=spaces.Box(0, 255, (2, 3), np.uint8)
@@ -59,7 +59,7 @@ def cart_pole():
 
 @dataclass
 class Model:
-    """An env of a pool: what it does, and all of its row."""
+    """A model of an env of a pool, and of all fields of its row."""
 
     env: gymnasium.Env
     mode: str
@@ -132,11 +132,11 @@ def check(timestep, models, env_ids):
     jax.tree.map(np.testing.assert_array_equal, found, stacked)
 
 
-# --- two faces of a pool ----------------------------------------------------------------------
+# --- the two APIs of a pool ----------------------------------------------------------------------
 
 
 class HostFace:
-    """Moves a pool by its own methods."""
+    """Drives a pool by its methods."""
 
     def __init__(self, envs):
         self.envs = envs
@@ -160,7 +160,7 @@ _simulate = jax.jit(jaxvec.simulate)
 
 
 class ProgramFace:
-    """Moves a pool by compiled programs; parts of it by parts of its handle."""
+    """Drives a pool by compiled programs, and subsets of its envs by parts of its handle."""
 
     def __init__(self, envs):
         self.handle, _ = jaxvec.reset(envs)
@@ -198,7 +198,7 @@ class ProgramFace:
 
 @dataclass
 class Saved:
-    """A state: what it is of, its number, and what the model has of it."""
+    """A saved state: its env, its number, and the model at that time."""
 
     state: jaxvec.EnvState
     number: int
@@ -209,7 +209,7 @@ _TURNS = ["step"] * 7 + ["save", "restore", "simulate"] * 3 + ["restore_masked",
 
 
 class Game:
-    """Asks a pool and the model for the same at random."""
+    """A sequence of random operations on a pool and the model."""
 
     def __init__(self, face, models, rng):
         self.face, self.models, self.rng = face, models, rng
@@ -265,7 +265,7 @@ class Game:
         ids, chosen = np.flatnonzero(mask), self.choose(int(mask.sum()))
         if not chosen:
             return
-        state = jaxvec.EnvState(np.zeros((NUM_ENVS, 3), np.uint32))  # of the others nothing is read
+        state = jaxvec.EnvState(np.zeros((NUM_ENVS, 3), np.uint32))  # other entries are not read
         state.ids[mask] = _stack(chosen).ids
         with self.refusal(chosen):
             timestep = self.face.restore_masked(state, mask)
@@ -288,12 +288,12 @@ class Game:
             self.keep(state, models)
 
     def some(self):
-        """Returns all envs or, in any order, two."""
+        """Returns all envs, or two in any order."""
         size = 2 if self.rng.random() < 0.5 else NUM_ENVS
         return self.rng.permutation(NUM_ENVS)[:size].tolist()
 
     def choose(self, count, *, stepped=False):
-        """Returns some states, perhaps more than once; seldom some that can't be used."""
+        """Returns some states, perhaps repeated, and seldom unusable ones."""
         here = [
             saved
             for saved in self.saved
@@ -311,7 +311,7 @@ class Game:
         return saved.number >= self.count - CAPACITY
 
     def refusal(self, chosen, *, stepped=False):
-        """Expects the error that using these states has to be, if it has to be one."""
+        """Returns a context that expects an error if these states can't be used."""
         if not all(map(self.is_kept, chosen)):
             return pytest.raises((ValueError, RuntimeError), match="is gone: pool")
         if stepped and any(saved.model.mode == "DISABLED" and saved.model.over for saved in chosen):
