@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import multiprocessing
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,11 @@ from jaxvec._workers.protocol import WorkerRecipe
 from jaxvec._workers.serial import SerialBackend
 
 _logger = logging.getLogger("jaxvec")
+
+_NO_GUARD = (
+    "a process of multiprocessing makes a pool while it imports the script, and so would each process that "
+    'its envs start; make the pool under `if __name__ == "__main__":`'
+)
 
 
 def start(
@@ -64,6 +70,8 @@ def start(
             themselves, as in the vector envs of other libraries that use no processes.
         place: Target of the time steps that `VectorEnv` returns; `None` for NumPy arrays.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(_NO_GUARD)
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
     env = constructors.listed(env)

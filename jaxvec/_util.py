@@ -195,6 +195,7 @@ def run_in_thread(call: Callable[[Callable[[], None]], T]) -> Future[T]:
 
 # The table includes that of copyreg, and follows its later entries.
 _CLOUDPICKLE_TABLE: Any = cloudpickle.Pickler.dispatch_table
+_private: Any = cloudpickle.cloudpickle  # its registry of classes that were pickled by value
 
 
 def dumps(value: Any) -> bytes:
@@ -203,17 +204,8 @@ def dumps(value: Any) -> bytes:
     A traceback from a worker shows source lines by these names. cloudpickle 3.1.3 and later replaces them
     with `<dynamic-code>`.
     """
-    return _dump(value, Pickler)
-
-
-def dumps_for_worker(value: Any) -> bytes:
-    """Pickles a value of the program for workers, as `dumps` does, but without arrays of JAX."""
-    return _dump(value, WorkerPickler)
-
-
-def _dump(value: Any, pickler: type[Pickler]) -> bytes:
     buffer = io.BytesIO()
-    pickler(buffer).dump(value)
+    Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
@@ -235,7 +227,11 @@ def _code_of_file(
 
 
 class Pickler(cloudpickle.Pickler):
-    """Pickles with cloudpickle, and keeps the names of source files."""
+    """Pickles with cloudpickle, and keeps the names of source files.
+
+    Where a class exists that was pickled by value, unpickling does not change it. cloudpickle would assign
+    the pickled attributes again, and with them methods that have a copy of their globals.
+    """
 
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, _CLOUDPICKLE_TABLE)
 
@@ -244,19 +240,32 @@ class Pickler(cloudpickle.Pickler):
             cloudpickle.register_pickle_by_value(script)
         super().dump(obj)
 
-
-class WorkerPickler(Pickler):
-    """Pickles for workers, which do not import JAX: JAX arrays become read-only arrays of NumPy.
-
-    Typed PRNG keys become their key data.
-    """
-
     def reducer_override(self, obj: Any) -> Any:
-        jax: Any = sys.modules.get("jax")
-        if jax is None or not isinstance(obj, jax.Array):
-            return super().reducer_override(obj)
-        data = jax.random.key_data(obj) if jax.dtypes.issubdtype(obj.dtype, jax.dtypes.prng_key) else obj
-        return np.asarray(data).__reduce_ex__(5)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value
+            make, args, state, *_, set_state = reduced
+            return _make_class, (make, *args), (set_state, state), None, None, _complete_class
+        return reduced
+
+
+_incomplete: set[type] = set()  # classes that were made here and whose attributes are not set yet
+
+
+def _make_class(make: Callable[..., type], *args: Any) -> type:
+    number = args[-2]  # by which cloudpickle finds the class, for both its classes and its enums
+    found: type | None = _private._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
+    if found is None:
+        found = make(*args)
+        _incomplete.add(found)
+    return found
+
+
+def _complete_class(kind: type, state: tuple[Callable[..., type], Any]) -> type:
+    if kind in _incomplete:
+        set_state, attributes = state
+        set_state(kind, attributes)
+        _incomplete.discard(kind)  # after an error, the next unpickling tries again
+    return kind
 
 
 # --- Copies of values that are given to several envs ------------------------------------------------------

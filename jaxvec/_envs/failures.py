@@ -15,12 +15,18 @@ from dataclasses import dataclass
 from jaxvec._envs.envs import AttributeFailure, EnvFailure
 from jaxvec._errors import ActionError, EnvAttributeError, EnvDataError, EnvError, EnvStateError
 from jaxvec._memory.rows import InvalidValue
+from jaxvec._script import lacks
 from jaxvec._util import dumps
 
 _MAX_MESSAGE = 4_000  # characters
 _MAX_TRACEBACK = 20_000  # characters
 _MAX_ACTION = 200  # characters
 _MAX_PICKLE = 1 << 20  # bytes
+
+_MISSING_ADVICE = (
+    "In a worker, __main__ has only those objects of the script or notebook that the code of its envs names. "
+    "If the missing one is defined there, move it to a module of its own, and import that"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def report(failure: EnvFailure) -> Report:
         pickled=_pickle(error),
         error=error_type,
         is_action=isinstance(error, ActionError) and failure.operation == "step",
-        advice=failure.advice,
+        advice=failure.advice or _missing_advice(error),
     )
 
 
@@ -120,6 +126,13 @@ def _explain_attribute(error: BaseException, name: str) -> str:
     # The first words of the message name the attribute already, unless it is a part of a dotted name.
     text = "" if missing == name else f": {_text(error)}"
     return f"{text}. Did you mean {similar[0]!r}?" if similar else text
+
+
+def _missing_advice(error: BaseException) -> str:
+    try:
+        return _MISSING_ADVICE if lacks(error) else ""
+    except BaseException:  # of its `__str__`
+        return ""
 
 
 def _text(error: BaseException) -> str:

@@ -23,8 +23,8 @@ from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import ExportedSlots, SlotSettings
 from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
+from jaxvec._script import dumps_for_worker, dumps_with_main
 from jaxvec._spec import KeyPath, PoolSpec
-from jaxvec._util import dumps_for_worker
 from jaxvec._workers import foreign
 from jaxvec._workers.base import Slices
 
@@ -189,4 +189,5 @@ def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
             f"{name} can't be pickled, so it can't be sent to a worker: {error}; create the objects that it "
             f"needs inside it{otherwise}"
         ),
+        dumps_with_main,
     )
