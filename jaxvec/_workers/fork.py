@@ -308,6 +308,8 @@ def reason_unavailable() -> str | None:
     """Returns the reason why workers can't be forked on this machine, or `None` if they can."""
     if sys.platform != "linux":
         return f"a fork is not safe on {sys.platform}"
+    if (os.fork.__module__ or "").startswith("_pydev"):
+        return "a debugger attaches to new processes and starts threads in them"
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
