@@ -23,6 +23,7 @@ from gymnasium.vector import AutoresetMode
 
 from jaxvec._settings import Config, check_choice, config
 from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
+from jaxvec._util import can_bind
 
 if TYPE_CHECKING:
     from jaxvec._envs.env_slice import EnvSlice
@@ -264,8 +265,11 @@ class Workers:
             raise TypeError(f"Workers(recycle=...) must be a jaxvec.Recycle, or None, not {self.recycle!r}")
         if self.recycle is not None and sys.platform != "linux":
             raise ValueError("Workers(recycle=...) needs Linux, to read the memory of processes in /proc")
-        if self.pin and not hasattr(os, "sched_setaffinity"):
-            raise ValueError("Workers(pin=True) needs Linux, to bind processes to cores")
+        if self.pin and not can_bind():
+            raise ValueError(
+                "Workers(pin=True) can't bind processes to cores here: that needs Linux, and a sandbox that "
+                "permits sched_setaffinity; leave it out"
+            )
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,23 @@ def usable_cores(proc: str = "/proc/self") -> int:
     Args:
         proc: Folder of this process in procfs.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(affinity()) or os.cpu_count() or 1
     return max(1, min([cores, *map(math.ceil, _cpu_quotas(Path(proc)))]))
+
+
+def affinity() -> set[int]:
+    """Returns the cores to which this thread is bound; an empty set if the system does not say."""
+    with suppress(AttributeError, OSError):  # not Linux, or a sandbox
+        return os.sched_getaffinity(0)
+    return set()
+
+
+def can_bind() -> bool:
+    """Returns whether this thread can be bound to cores."""
+    with suppress(AttributeError, OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(0))
+        return True
+    return False
 
 
 def _cpu_quotas(proc: Path) -> Iterator[float]:

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from itertools import pairwise
@@ -182,6 +184,9 @@ def align(offset: int) -> int:
 
 Arrays: TypeAlias = dict[KeyPath, NDArray[Any]]
 
+# Errors of a system call that a sandbox or an old kernel lacks.
+_DENIED = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP)
+
 
 def create_segment(layout: Layout, *, sparse: bool = False) -> int:
     """Creates zeroed shared memory; returns its file descriptor, which is not inheritable.
@@ -195,14 +200,15 @@ def create_segment(layout: Layout, *, sparse: bool = False) -> int:
     """
     if not sparse:
         _check_fits(layout)
-    fd = _create_memory()
+    fd = create_memory("jaxvec")
     try:
         # With ftruncate alone, a process would be killed if memory runs out when it touches a page.
         if sys.platform == "linux" and not sparse:
-            os.posix_fallocate(fd, 0, layout.present)
+            _allocate(fd, layout.present)
         os.ftruncate(fd, layout.nbytes)
         if sys.platform == "linux":  # shrinking it would kill every process that touches the lost pages
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            with suppress(OSError):  # not in a sandbox, and not for memory of `shm_open`
+                _seal(fd)
     except BaseException:
         os.close(fd)
         raise
@@ -247,16 +253,57 @@ def whole_segment(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8, layout.present)
 
 
-def _create_memory() -> int:
+def create_memory(name: str) -> int:
+    """Creates shared memory without a size; its name is shown in /proc, and need not be unique."""
     if sys.platform == "linux":
-        return os.memfd_create("jaxvec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    # Elsewhere POSIX requires a name. It exists only between these two calls.
+        try:
+            return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            if error.errno not in _DENIED:
+                raise
+    # POSIX requires a unique name. It exists only between these two calls.
     import _posixshmem  # pyright: ignore[reportMissingImports]  # CPython's, used by `shared_memory`
 
-    name = f"/jaxvec-{secrets.token_hex(8)}"
+    name = f"/{name} {secrets.token_hex(8)}"
     fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     _posixshmem.shm_unlink(name)
     return fd
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Allocates the first pages of new memory. Raises `OSError` if it is too small."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in _DENIED:
+            raise
+        block = bytes(min(size, 1 << 20))
+        for start in range(0, size, len(block)):
+            os.pwrite(fd, block[: size - start], start)
+
+
+def _seal(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def denied_calls() -> dict[str, str | None]:
+    """Returns what replaces each system call for shared memory that is denied here; `None` for the others."""
+    calls: dict[str, str | None] = dict.fromkeys(("memfd_create", "fallocate", "F_ADD_SEALS"))
+    try:
+        memory = os.memfd_create("jaxvec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        calls["memfd_create"] = f"{error}; pools use POSIX shared memory"
+        memory = create_memory("jaxvec")
+    try:
+        os.posix_fallocate(memory, 0, 1)
+    except (AttributeError, OSError) as error:
+        calls["fallocate"] = f"{error}; pools write zeros to allocate memory"
+    try:
+        _seal(memory)
+    except (AttributeError, OSError) as error:
+        calls["F_ADD_SEALS"] = f"{error}; envs could change the size of the shared memory"
+    os.close(memory)
+    return calls
 
 
 # --- The parent's views of a segment, and the ways to deliver rows to a caller ---------------------------

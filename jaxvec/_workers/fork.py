@@ -25,7 +25,7 @@ from typing import Any
 
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._options import PoolConfig
-from jaxvec._workers import foreign
+from jaxvec._workers import foreign, lifeline
 from jaxvec._workers.base import Process, describe_exit
 from jaxvec._workers.forkserver import (
     ABANDON,
@@ -314,6 +314,8 @@ def reason_unavailable() -> str | None:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
         return f"the system has no pidfds: {error}"
+    if (reason := lifeline.reason_for_thread()) is not None:  # a fork is not safe beside a thread
+        return reason
     children = f"/proc/self/task/{os.getpid()}/children"
     if not Path(children).exists():
         return f"the system does not list the children of a process: {children} does not exist"

@@ -28,6 +28,7 @@ from typing import NoReturn
 import numpy as np
 
 from jaxvec._dispatch.channel import Channel, adopt_channel
+from jaxvec._util import affinity
 from jaxvec._workers import lifeline as _lifeline
 from jaxvec._workers import worker as _worker
 
@@ -41,7 +42,7 @@ class ProcessContext:
     environ: dict[str, str]
     umask: int
     limits: list[tuple[int, int]]  # soft and hard limit, for each of `_LIMITS`
-    cores: set[int]
+    cores: set[int]  # empty if unknown
     nice: int
     ignored: set[int]  # signal numbers
     blocked: set[int]  # signal numbers
@@ -56,7 +57,7 @@ class ProcessContext:
             environ=dict(environ),
             umask=umask,
             limits=[resource.getrlimit(limit) for limit in _LIMITS],
-            cores=os.sched_getaffinity(0),
+            cores=affinity(),
             nice=os.getpriority(os.PRIO_PROCESS, 0),
             ignored=_ignored(),
             blocked=set(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
@@ -71,7 +72,7 @@ class ProcessContext:
         for number in self.ignored ^ _ignored():
             signal.signal(number, signal.SIG_IGN if number in self.ignored else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
-        if self.cores != os.sched_getaffinity(0):
+        if self.cores != affinity():
             os.sched_setaffinity(0, self.cores)
         if self.nice != os.getpriority(os.PRIO_PROCESS, 0):
             os.setpriority(os.PRIO_PROCESS, 0, self.nice)

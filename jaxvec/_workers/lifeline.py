@@ -33,7 +33,9 @@ def read_end() -> int:
 
 def hold(lifeline: int) -> int:
     """Ties this process group to the program's end. Closes `lifeline`, and returns a descriptor to keep."""
-    if sys.platform != "linux":
+    try:
+        own = _reopen(lifeline)
+    except OSError:  # not Linux, or a sandbox
         os.set_inheritable(lifeline, False)
 
         def watch() -> None:
@@ -42,16 +44,36 @@ def hold(lifeline: int) -> int:
 
         threading.Thread(target=watch, daemon=True).start()
         return lifeline
-    # Each group opens the pipe anew, because the owner of a signal belongs to the open file description.
-    own = os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     os.close(lifeline)
     with suppress(BlockingIOError):  # still open
         if os.read(own, 1) == b"":  # the program died before F_SETFL took effect
             os._exit(1)
     return own
+
+
+def _reopen(lifeline: int) -> int:
+    """Returns a descriptor that sends SIGKILL to this process group. Raises `OSError` if it can't."""
+    if sys.platform != "linux":
+        raise OSError(f"{sys.platform} has no F_SETSIG")
+    # Each group opens the pipe anew, because the owner of a signal belongs to the open file description.
+    own = os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    except BaseException:
+        os.close(own)
+        raise
+    return own
+
+
+def reason_for_thread() -> str | None:
+    """Returns the reason why `hold` starts a thread, or `None` if the kernel sends a signal."""
+    try:
+        os.close(_reopen(read_end()))
+    except OSError as error:
+        return f"the system sends no signal at the end of a pipe (F_SETSIG): {error}"
+    return None
 
 
 def release(lifeline: int) -> None:

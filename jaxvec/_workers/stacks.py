@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import os
+import re
 import signal
 import sys
 import time
@@ -22,11 +23,13 @@ from itertools import takewhile
 from pathlib import Path
 
 from jaxvec import _native
+from jaxvec._memory.segment import create_memory
 from jaxvec._stats import family_of
 
 _IS_SUPPORTED = sys.platform == "linux"
 DUMP, DUMP_AND_END = (signal.SIGRTMAX - n if _IS_SUPPORTED else 0 for n in (8, 9))
-_NAME = "/memfd:jaxvec stack "
+# The name of the memory for a stack, with its numbers, as /proc shows it.
+_NAME = re.compile(r"/(?:memfd:|dev/shm/)jaxvec stack (\d+) (\d+) (\d+) ([01])\b")
 _TIMEOUT = 0.5  # seconds for a dump; a stopped process makes none
 _POLL_INTERVAL = 0.01  # seconds; a dump without a native stack is complete if it does not grow for as long
 _END = "\0"
@@ -38,7 +41,7 @@ def publish(worker: int, first: int, last: int) -> None:
     if _IS_SUPPORTED:
         # The process keeps the descriptor.
         ext = _native.ext
-        memory = os.memfd_create(f"{_NAME.partition(':')[2]}{worker} {first} {last} {ext is not None:d}")
+        memory = create_memory(f"jaxvec stack {worker} {first} {last} {ext is not None:d}")
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(DUMP, memory)
         if ext is not None:
@@ -93,11 +96,9 @@ def find_all(program: int) -> Iterator[Published]:
     for pid in family_of(program):
         with suppress(OSError, ValueError):
             for link in Path(f"/proc/{pid}/fd").iterdir():
-                if (name := os.readlink(link)).startswith(_NAME) and (
-                    inode := link.stat().st_ino
-                ) not in seen:
+                if (found := _NAME.match(os.readlink(link))) and (inode := link.stat().st_ino) not in seen:
                     seen.add(inode)
-                    worker, first, last, has_native, *_ = map(int, name.removeprefix(_NAME).split()[:4])
+                    worker, first, last, has_native = map(int, found.groups())
                     yield Published(pid, worker, first, last, bool(has_native), str(link))
 
 

@@ -35,13 +35,13 @@ from jaxvec import _native, _util, testing
 from jaxvec._backends.ray import cluster
 from jaxvec._envs import constructors
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
-from jaxvec._memory import pinned
+from jaxvec._memory import pinned, segment
 from jaxvec._memory.segment import split_evenly
 from jaxvec._native import NativeUnavailableError, native_dispatch
 from jaxvec._settings import Transport
-from jaxvec._util import usable_cores
+from jaxvec._util import affinity, can_bind, usable_cores
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import base, fork, process, stacks
+from jaxvec._workers import base, fork, lifeline, process, stacks
 from jaxvec.adapters import recording
 from jaxvec.callbacks import _ffi, _make
 from jaxvec.cli import UsageError, _bench, _top
@@ -211,8 +211,13 @@ def _examine() -> Iterator[tuple[str, str]]:
     yield "usable cores", str(usable_cores())
     reason = fork.reason_unavailable()
     yield "start method", process.choose_start_method("auto") if reason is None else f"spawn: {reason}"
-    pins = hasattr(os, "sched_setaffinity")
-    yield "pin_workers", "ready" if pins else "off: this system does not bind processes to cores"
+    yield "pin_workers", "ready" if can_bind() else "off: this system does not bind processes to cores"
+    # Calls that some containers deny. Pools work without.
+    yield "getaffinity", "permitted" if affinity() else "off: usable cores are those of the machine"
+    reason = lifeline.reason_for_thread()
+    yield "F_SETSIG", "permitted" if reason is None else f"off: {reason}; a thread ends each worker"
+    for call, reason in segment.denied_calls().items():
+        yield call, "permitted" if reason is None else f"off: {reason}"
     reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
     yield "dispatch", base.choose_dispatch("auto")

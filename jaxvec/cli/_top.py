@@ -87,7 +87,10 @@ def _segments(pid: int) -> Iterator[bytes]:
     seen: set[int] = set()  # inodes: the mapping has a descriptor of its own
     for path in descriptors:
         with suppress(OSError):  # closed meanwhile
-            if os.readlink(path).startswith("/memfd:jaxvec") and (inode := path.stat().st_ino) not in seen:
+            if (
+                os.readlink(path).startswith(("/memfd:jaxvec", "/dev/shm/jaxvec"))
+                and (inode := path.stat().st_ino) not in seen
+            ):
                 seen.add(inode)
                 with path.open("rb") as file:
                     yield file.read(_ROW_BYTES * 4096)
