@@ -370,7 +370,7 @@ def _check_seconds(name: str, seconds: Any) -> float | None:
 
 RecvOrder: TypeAlias = Literal["ready", "sent"]
 OnFault: TypeAlias = Literal["raise", "restart"]
-CheckMode: TypeAlias = Literal["structure", "strict"]
+CheckMode: TypeAlias = Literal["cast", "structure", "strict"]
 # Names and values, as `parse_autoreset` accepts both.
 AutoresetName: TypeAlias = Literal[
     "SAME_STEP", "NEXT_STEP", "DISABLED", "EPISODIC", "SameStep", "NextStep", "Disabled", "Episodic"

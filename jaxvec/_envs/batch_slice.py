@@ -26,7 +26,7 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.slice import Done, Slice
-from jaxvec._memory.rows import InvalidValue, Write, conform, reader, store, writer
+from jaxvec._memory.rows import InvalidValue, Write, conform, reader, store, writer, wrong_structure
 from jaxvec._memory.segment import Arrays, Marks, kind_of
 from jaxvec._spec import (
     Autoreset,
@@ -35,7 +35,6 @@ from jaxvec._spec import (
     Node,
     PaddedNode,
     PoolSpec,
-    format_path,
     leaves,
     map_leaves,
     padded_nodes,
@@ -54,6 +53,7 @@ class BatchSlice(Slice):
         instances: list[BatchedEnv],
         *,
         size: int,
+        check: str,
         first: int,
         worker: int,
         spec: PoolSpec,
@@ -62,7 +62,7 @@ class BatchSlice(Slice):
         super().__init__()
         self._instances = instances
         self._targets: list[Any] = instances  # or objects that record their steps and resets
-        self._size = size
+        self._size, self._check = size, check
         self.first = first
         self._spec = spec
         self._arrays = arrays
@@ -78,7 +78,7 @@ class BatchSlice(Slice):
         nodes: list[Node] = [child for info in infos for child in info.children[::2]]
         nodes += [spec.info.child("final_obs")] if spec.has_final_obs else []
         nodes += padded_nodes(spec.obs)
-        self._write_row = {node.path: writer(node, arrays) for node in nodes}
+        self._write_row = {node.path: writer(node, arrays, check=check) for node in nodes}
         arrays["info", "env_id"][first : first + count] = range(first, first + count)
 
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
@@ -244,24 +244,24 @@ class BatchSlice(Slice):
             case Leaf():
                 whole = Leaf(node.path, (self._size, *node.shape), node.dtype, node.stored)
                 try:
-                    store(whole, self._arrays[node.path][rows], conform(whole, value))
+                    store(whole, self._arrays[node.path][rows], conform(whole, value, self._check))
                 except InvalidValue:
                     if np.shape(value) == whole.shape:
-                        self._write_each(writer(node, self._arrays), rows, enumerate(value))  # names the env
+                        each = writer(node, self._arrays, check=self._check)  # names the env
+                        self._write_each(each, rows, enumerate(value))
                     raise
             case PaddedNode():
                 pairs = zip(range(self._size), value, strict=True)
                 self._write_each(self._write_row[node.path], rows, pairs)
             case DictNode():
-                if not isinstance(value, Mapping) or set(value) != set(node.keys):
-                    raise InvalidValue(
-                        f"{format_path(node.path)}: expected a dict with keys {list(node.keys)}"
-                    )
+                keys = {*value} if isinstance(value, Mapping) else set[Any]()
+                if not keys.issuperset(node.keys) or (len(keys) > len(node.keys) and self._check != "cast"):
+                    raise InvalidValue(wrong_structure(node, value))
                 for key, child in zip(node.keys, node.children, strict=True):
                     self._write(child, value[key], rows)
             case _:
                 if not isinstance(value, (tuple, list)) or len(value) != len(node.children):
-                    raise InvalidValue(f"{format_path(node.path)}: expected a tuple of {len(node.children)}")
+                    raise InvalidValue(wrong_structure(node, value))
                 for child, part in zip(node.children, value, strict=True):
                     self._write(child, part, rows)
 

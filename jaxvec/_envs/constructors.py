@@ -352,5 +352,5 @@ def slice_of(
 ) -> Callable[..., Slice]:
     """Returns the constructor of a slice of `envs`, which takes the other arguments of its class."""
     if config.envs_per_instance is not None:
-        return partial(BatchSlice, envs, size=config.envs_per_instance)
+        return partial(BatchSlice, envs, size=config.envs_per_instance, check=config.check)
     return partial(EnvSlice, envs, env_fns, config=config, spares=spares)

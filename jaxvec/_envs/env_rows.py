@@ -22,11 +22,11 @@ _FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 class DeclaredInfo:
     """Writer of the declared keys of infos, each with its mask. A missing key, or `None`, becomes zero."""
 
-    def __init__(self, node: DictNode, arrays: Arrays, *, strict: bool) -> None:
+    def __init__(self, node: DictNode, arrays: Arrays, *, check: str) -> None:
         # A declared info has its keys in pairs: a value and its mask.
         pairs = zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True)
         self._fields = [
-            (key, writer(child, arrays, strict=strict), zeroer(child, arrays), column(mask, arrays))
+            (key, writer(child, arrays, check=check), zeroer(child, arrays), column(mask, arrays))
             for key, child, mask in pairs
         ]
 
@@ -44,7 +44,7 @@ class DeclaredInfo:
 class FinalStep:
     """Writer of an episode's last observation and info, under same-step autoreset. Other rows are zero."""
 
-    def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int], *, strict: bool) -> None:
+    def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int], *, check: str) -> None:
         self._obs = self._info = None
         nodes = [node for key, node in zip(spec.info.keys, spec.info.children, strict=True) if key in _FINAL]
         # All arrays that it writes.
@@ -52,9 +52,9 @@ class FinalStep:
         if spec.has_final_obs:
             node = spec.info.child("final_obs")
             mask = column(spec.info.child("_final_obs"), arrays)
-            self._obs = (writer(node, arrays, strict=strict), zeroer(node, arrays), mask)
+            self._obs = (writer(node, arrays, check=check), zeroer(node, arrays), mask)
         if spec.has_final_info:
-            self._info = DeclaredInfo(spec.info.child("final_info"), arrays, strict=strict)
+            self._info = DeclaredInfo(spec.info.child("final_info"), arrays, check=check)
         self._written = set(written)  # the rows that may not be zero
 
     def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
@@ -104,14 +104,14 @@ def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
 class EnvRows:
     """The rows of a slice, by index in the slice."""
 
-    def __init__(self, spec: PoolSpec, rows: Arrays, *, left: bool, strict: bool) -> None:
+    def __init__(self, spec: PoolSpec, rows: Arrays, *, left: bool, check: str) -> None:
         """Prepares to access `rows`, which contain values of an earlier slice if `left`; see `store`."""
         count = len(rows["raw_info",])
         self._read_actions = reader(spec.action, rows)
         self._read_obs = reader(spec.obs, rows, stored=True)
-        self.write_obs = writer(spec.obs, rows, strict=strict)  # called with an index and an observation
-        self.final = FinalStep(spec, rows, range(count) if left else (), strict=strict)
-        self._declared = DeclaredInfo(spec.declared, rows, strict=strict)
+        self.write_obs = writer(spec.obs, rows, check=check)  # called with an index and an observation
+        self.final = FinalStep(spec, rows, range(count) if left else (), check=check)
+        self._declared = DeclaredInfo(spec.declared, rows, check=check)
         self._raw_info = rows["raw_info",]
         self._raw_info[:] = InfoKind.EMPTY
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of the last step or reset

@@ -111,7 +111,7 @@ class EnvSlice(Slice):
         writes = rows["reward",].dtype.char in "fd"
         compiled = _native.ext if writes and not config.strict else None
         self.episodes = Episodes(rows, spec.autoreset, lost=left)
-        self.rows = EnvRows(spec, rows, left=left, strict=config.strict)
+        self.rows = EnvRows(spec, rows, left=left, check=config.check)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
         self.slots = SlotEnvs(
             envs,

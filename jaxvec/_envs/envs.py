@@ -275,10 +275,10 @@ def close_envs(
 
 def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
     """Returns observation and info of a reset; raises `InvalidValue` if the result is no such pair."""
-    if not isinstance(result, tuple) or len(result) != 2:
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise InvalidValue(f"reset must return (obs, info), got {_outline(result)}")
     check_dict("reset", result[1])
-    return result
+    return cast("tuple[Any, dict[str, Any]]", result)
 
 
 def explain_reset(error: TypeError, env: Any) -> None:
@@ -305,7 +305,9 @@ def wrong_step(result: Any) -> InvalidValue:
 
 def check_dict(operation: str, info: Any) -> None:
     if not isinstance(info, dict):
-        raise InvalidValue(f"{operation} must return info as a dict, got {type(info).__name__}")
+        raise InvalidValue(
+            f"{operation} must return info as a dict, got {type(info).__name__}; return {{}} for none"
+        )
 
 
 def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:
@@ -322,7 +324,7 @@ def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:
         with suppress(TypeError, OverflowError):
             return float(value)  # Gymnasium accepts any object with `__float__`
     if value.dtype.kind not in "biuf":
-        raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}")
+        raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}; return a float")
     return float(value) if shape == () else value.astype(np.float64)
 
 

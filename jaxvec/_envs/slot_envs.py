@@ -141,7 +141,8 @@ def check_member(space: Space[Any], value: Any, path: KeyPath) -> None:
             return
     if not space.contains(value) and np.shape(value) == space.shape:
         dtype = f" ({value.dtype})" if has_dtype else ""
-        raise InvalidValue(f"{format_path(path)}: {_outline.repr(value)}{dtype} is not in {space}")
+        cure = 'clip it, declare wider bounds, or pass make(check="structure")'
+        raise InvalidValue(f"{format_path(path)}: {_outline.repr(value)}{dtype} is not in {space}; {cure}")
 
 
 # --- Spare envs, which a worker resets while it has nothing else to do -----------------------------------

@@ -37,31 +37,36 @@ class InvalidValue(Exception):
     row = 0
 
 
-def writer(node: Node, arrays: Arrays, *, strict: bool = False) -> Write:
+def writer(node: Node, arrays: Arrays, *, check: str = "structure") -> Write:
     """Returns a function `write(slot, value)`, which writes a nested value of an env to its row of `arrays`.
 
     It raises `InvalidValue` if the value does not have the structure, shapes and dtypes of `node`, and for
-    values out of range, see `store`.
+    values out of range, see `store`. `check` is the option of `make`.
     """
     compiled = _native.ext
     if isinstance(node, Leaf):
-        write_leaf = _leaf_writer(node, arrays[node.path], strict)
+        write_leaf = _leaf_writer(node, arrays[node.path], check)
         return write_leaf if compiled is None else compiled.leaf_writer(write_leaf, arrays[node.path])
     if isinstance(node, PaddedNode):
-        return _padded_writer(node, arrays, strict)
-    children = tuple(writer(child, arrays, strict=strict) for child in node.children)
+        return _padded_writer(node, arrays, check)
+    children = tuple(writer(child, arrays, check=check) for child in node.children)
     keys = node.keys if isinstance(node, DictNode) else tuple(range(len(children)))
     kinds = (dict, Mapping) if isinstance(node, DictNode) else (tuple, list)
+    lax = check == "cast"
+    if lax:
+        kinds = (*kinds, np.ndarray)
     pairs = tuple(zip(keys, children, strict=True))
 
     def write(slot: int, value: Any) -> None:
-        if not isinstance(value, kinds) or len(value) != len(pairs):
-            raise InvalidValue(_wrong_structure(node, value))
+        if not isinstance(value, kinds) or (
+            len(value) != len(pairs) and not (lax and len(value) > len(pairs))
+        ):
+            raise InvalidValue(wrong_structure(node, value))
         try:
             for key, write_child in pairs:
                 write_child(slot, value[key])
         except KeyError as error:
-            raise InvalidValue(_wrong_structure(node, value)) from error
+            raise InvalidValue(wrong_structure(node, value)) from error
 
     if compiled is None:
         return write
@@ -128,7 +133,7 @@ def scalars(array: NDArray[Any]) -> Any:
     return array.data if array.ndim == 1 else array
 
 
-def _leaf_writer(leaf: Leaf, array: NDArray[Any], strict: bool) -> Write:
+def _leaf_writer(leaf: Leaf, array: NDArray[Any], check: str) -> Write:
     if leaf.is_object:
         return array.__setitem__
     if leaf.shape == () and leaf.dtype.kind in "iu":
@@ -138,7 +143,7 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any], strict: bool) -> Write:
             try:
                 number = operator.index(value)
             except TypeError:
-                number = int(conform(leaf, value))
+                number = int(conform(leaf, value, check))
             try:
                 array[slot] = number
             except OverflowError as error:
@@ -157,8 +162,8 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any], strict: bool) -> Write:
             or (value.dtype is not dtype and value.dtype != dtype)
             or value.shape != shape
         ):
-            value = conform(leaf, value)
-        store(leaf, rows[slot], value, strict=strict)
+            value = conform(leaf, value, check)
+        store(leaf, rows[slot], value, strict=check == "strict")
 
     return write
 
@@ -184,26 +189,65 @@ def store(leaf: Leaf, row: NDArray[Any], value: NDArray[Any], *, strict: bool = 
         raise InvalidValue(_overflow(leaf, value.flat[place].item()))
 
 
-def conform(leaf: Leaf, value: Any) -> NDArray[Any]:
+def conform(leaf: Leaf, value: Any, check: str = "structure") -> NDArray[Any]:
     """Returns `value` as an array that has the leaf's shape and casts to its dtype; raises `InvalidValue`."""
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise InvalidValue(f"{leaf}: expected shape {leaf.shape}, got a ragged sequence") from error
+        text = f"{leaf}: expected shape {leaf.shape}, got a ragged sequence; pad it, as in np.pad"
+        raise InvalidValue(text) from error
+    keys = _declared_keys(leaf)
+    if check == "cast" and not keys:
+        array = _cast(leaf, array)
     if array.shape != leaf.shape:
-        raise InvalidValue(f"{leaf}: expected shape {leaf.shape}, got {array.shape}")
+        text = f"{leaf}: expected shape {leaf.shape}, got {array.shape}"
+        if keys:
+            raise InvalidValue(f"{text}; declare {_declaration(keys, array)}")
+        cure = f"reshape it: np.reshape(value, {leaf.shape}){_or_cast(leaf.path)}"
+        raise InvalidValue(f"{text}; {cure if array.size == prod(leaf.shape) else _SPACE}")
     if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
         name = type(value).__name__
         dtype = name if array.dtype.kind == "O" else f"{array.dtype} ({name})"
         text = f"{leaf}: expected {leaf.dtype}, got {dtype}"
-        if (keys := _declared_keys(leaf)) and array.dtype.kind in "biuf":
+        if keys and array.dtype.kind in "biuf":
             with np.errstate(invalid="ignore"):
                 exact = array.astype(leaf.dtype)
             if (exact == array).all():
                 return exact
             text += f"; declare a type that has all of its values: {_declaration(keys, array)}"
+        elif array.dtype.kind in "biufO":
+            text += f"; cast it: np.asarray(value).astype(np.{leaf.dtype.name}){_or_cast(leaf.path)}"
+        else:
+            text += f"; {_SPACE}"
         raise InvalidValue(text)
     return array
+
+
+_SPACE = "give a value of the space, or change the space"
+
+
+def _or_cast(path: KeyPath) -> str:
+    """Returns the end of a remedy for wrong observations."""
+    return ', or pass make(check="cast")' if "obs" in path[:1] or "final_obs" in path[1:2] else ""
+
+
+def _cast(leaf: Leaf, array: NDArray[Any]) -> NDArray[Any]:
+    """Casts and reshapes an array as `np.copyto(row, array, "unsafe")` does, except that no number wraps."""
+    kept = array
+    if array.dtype.kind in "biufOSU":  # casts of other types lose more than digits
+        try:
+            with np.errstate(invalid="ignore", over="ignore"):
+                array = array.astype(leaf.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            text = f"{leaf}: can't cast {kept.dtype} to {leaf.dtype}: {error}; {_SPACE}"
+            raise InvalidValue(text) from error
+    if leaf.dtype.kind in "iu" and kept.dtype.kind in "iuf":
+        place = find_first(array != np.trunc(kept))
+        if place is not None:
+            raise InvalidValue(_overflow(replace(leaf, stored=leaf.dtype), kept.flat[place].item()))
+    if array.size == prod(leaf.shape):
+        return array.reshape(leaf.shape)
+    return np.broadcast_to(array, leaf.shape) if array.size == 1 else array
 
 
 def _declared_keys(leaf: Leaf) -> KeyPath:
@@ -223,23 +267,26 @@ def _declaration(keys: KeyPath, array: NDArray[Any]) -> str:
     return f"info={text}"
 
 
-def _wrong_structure(node: DictNode | TupleNode, value: Any) -> str:
+def wrong_structure(node: DictNode | TupleNode, value: Any) -> str:
+    """Returns the text of an error for a value without the structure of `node`."""
     where = format_path(node.path)
     if isinstance(node, TupleNode):
         expected = f"a tuple of {len(node.children)}"
         got = f"one of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
-        return f"{where}: expected {expected}, got {got}"
+        return f"{where}: expected {expected}, got {got}; {_SPACE}"
     if not isinstance(value, Mapping):
-        return f"{where}: expected a dict with keys {list(node.keys)}, got {type(value).__name__}"
+        got = type(value).__name__
+        return f"{where}: expected a dict with keys {list(node.keys)}, got {got}; {_SPACE}"
     missing = [key for key in node.keys if key not in value]
     extra = [key for key in value if key not in node.keys]
-    return f"{where}: expected keys {list(node.keys)}; missing {missing}, not in the space {extra}"
+    cure = _SPACE if missing else f"remove the others{_or_cast(node.path)}"
+    return f"{where}: expected keys {list(node.keys)}; missing {missing}, not in the space {extra}; {cure}"
 
 
 def _overflow(leaf: Leaf, value: Any) -> str:
     text = f"{leaf}: {value!r} doesn't fit into {leaf.stored}"
     if leaf.stored == leaf.dtype:
-        return text
+        return f"{text}; clip it, as np.clip does, or declare a wider dtype"
     text += f", in which JAX stores the space's {leaf.dtype}"
     return f"{text}; to keep {leaf.dtype}, set jax_enable_x64 before you make the pool"
 
@@ -253,17 +300,17 @@ class PaddedValue(dict[str, Any]):
     """The stored arrays of a padded value, for writing them to another row."""
 
 
-def _padded_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
+def _padded_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     write_stored = writer(node.as_stored, arrays)
     match node.kind:
         case "text":
             write_value = _text_writer(node, arrays)
         case "graph":
-            write_value = _graph_writer(node, arrays, strict)
+            write_value = _graph_writer(node, arrays, check)
         case "one_of":
-            write_value = _choice_writer(node, arrays, strict)
+            write_value = _choice_writer(node, arrays, check)
         case _:
-            write_value = _sequence_writer(node, arrays, strict)
+            write_value = _sequence_writer(node, arrays, check)
 
     def write(slot: int, value: Any) -> None:
         (write_stored if value.__class__ is PaddedValue else write_value)(slot, value)
@@ -271,7 +318,7 @@ def _padded_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
     if _native.ext is None or node.kind not in ("text", "sequence") or "cut" in node.keys:
         return write
     # The compiled writer takes str and tuples, and leaves other values to `write`.
-    item = None if node.item is None else writer(node.item, _item_rows(node, arrays), strict=strict)
+    item = None if node.item is None else writer(node.item, _item_rows(node, arrays), check=check)
     parts = tuple(arrays[leaf.path] for leaf in leaves(node.children[0]))
     return _native.ext.padded_writer(write, item, arrays[(*node.path, "length")], parts)
 
@@ -347,12 +394,15 @@ def _text_writer(node: PaddedNode, arrays: Arrays) -> Write:
 
     def write(slot: int, value: Any) -> None:
         if not isinstance(value, str):
-            raise InvalidValue(f"{format_path(node.path)}: expected a str, got {type(value).__name__}")
+            raise InvalidValue(
+                f"{format_path(node.path)}: expected a str, got {type(value).__name__}; {_SPACE}"
+            )
         try:
             codes = np.frombuffer(value.encode(*encoding), chars.dtype)
         except UnicodeEncodeError as error:
             raise InvalidValue(
-                f"{format_path(node.path)}: {value[error.start]!r} is not in the charset of the space"
+                f"{format_path(node.path)}: {value[error.start]!r} is not in the charset of the space; "
+                "declare it in Text(charset=...)"
             ) from error
         count, row = fit(slot, len(codes)), chars[slot]
         row[:count], row[count:] = codes[:count], 0
@@ -381,20 +431,22 @@ def _item_rows(node: PaddedNode, arrays: Arrays) -> Arrays:
     }
 
 
-def _sequence_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
+def _sequence_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     assert node.item is not None
     item, fit, most = node.item, _fitter(node, arrays), _max_size(node.child("items"), arrays)
     parts = [arrays[leaf.path] for leaf in leaves(node.child("items"))]
-    write_item = writer(item, _item_rows(node, arrays), strict=strict)
+    write_item = writer(item, _item_rows(node, arrays), check=check)
     stacked = node.kind == "stacked"
     is_array = stacked and isinstance(item, Leaf)
-    write_rows = _rows_writer(node.child("items"), parts[0], strict) if is_array else None
+    write_rows = _rows_writer(node.child("items"), parts[0], check) if is_array else None
 
     def write(slot: int, value: Any) -> None:
         if stacked:
             value = _unstack(item, value)
         elif not isinstance(value, (tuple, list)):
-            raise InvalidValue(f"{format_path(node.path)}: expected a tuple, got {type(value).__name__}")
+            raise InvalidValue(
+                f"{format_path(node.path)}: expected a tuple, got {type(value).__name__}; {_SPACE}"
+            )
         count = fit(slot, len(value))
         if write_rows is not None:
             return write_rows(slot, np.asarray(value[:count]))
@@ -426,14 +478,15 @@ def _unstack(node: Node, value: Any) -> Sequence[Any]:
     if isinstance(node, Leaf):
         array = np.asarray(value)
         if array.shape[:1] == () or array.shape[1:] != node.shape:
-            raise InvalidValue(f"{node}: expected shape (n, *{node.shape}), got {array.shape}")
+            raise InvalidValue(f"{node}: expected shape (n, *{node.shape}), got {array.shape}; {_SPACE}")
         return cast("Sequence[Any]", array)
     try:
         parts = zip(node.children, node.split(value), strict=True)
         columns = [_unstack(child, part) for child, part in parts]
         return [node.join(list(row)) for row in zip(*columns, strict=True)]
     except (TypeError, KeyError, ValueError) as error:
-        raise InvalidValue(f"{format_path(node.path)}: not the stacked values of a space: {error}") from error
+        text = f"{format_path(node.path)}: not the stacked values of a space: {error}; {_SPACE}"
+        raise InvalidValue(text) from error
 
 
 def _stack(node: Node, items: Sequence[Any]) -> Any:
@@ -445,24 +498,24 @@ def _stack(node: Node, items: Sequence[Any]) -> Any:
     return node.join([_stack(child, [row[i] for row in columns]) for i, child in enumerate(node.children)])
 
 
-def _rows_writer(leaf: Leaf, array: NDArray[Any], strict: bool) -> Callable[[int, NDArray[Any]], None]:
+def _rows_writer(leaf: Leaf, array: NDArray[Any], check: str) -> Callable[[int, NDArray[Any]], None]:
     dtype, shape = np.dtype(leaf.dtype.str), leaf.shape[1:]
 
     def write(slot: int, value: NDArray[Any]) -> None:
         count = len(value)
         if value.dtype != dtype or value.shape[1:] != shape:
-            value = conform(replace(leaf, shape=(count, *shape)), value)
+            value = conform(replace(leaf, shape=(count, *shape)), value, check)
         row = array[slot]
-        store(leaf, row[:count], value, strict=strict)
+        store(leaf, row[:count], value, strict=check == "strict")
         row[count:] = 0
 
     return write
 
 
-def _graph_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
+def _graph_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     keys = [key for key in ("nodes", "edges", "edge_links") if key in node.keys]
     write_nodes, *write_edges = [
-        _rows_writer(node.child(key), arrays[(*node.path, key)], strict) for key in keys
+        _rows_writer(node.child(key), arrays[(*node.path, key)], check) for key in keys
     ]
     fit_nodes = _fitter(node, arrays, "nodes", "n_node")
     fit_edges = _fitter(node, arrays, "edges", "n_edge") if write_edges else None
@@ -470,21 +523,22 @@ def _graph_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
     def write(slot: int, value: Any) -> None:
         if not isinstance(value, tuple) or len(value) != 3:
             got = type(value).__name__
-            raise InvalidValue(f"{format_path(node.path)}: expected a GraphInstance, got {got}")
+            raise InvalidValue(f"{format_path(node.path)}: expected a GraphInstance, got {got}; {_SPACE}")
         if value[0] is None or (value[1] is None) != (value[2] is None):
-            raise InvalidValue(f"{format_path(node.path)}: nodes, or one of edges and edge_links, are None")
+            text = f"{format_path(node.path)}: nodes, or one of edges and edge_links, are None; {_SPACE}"
+            raise InvalidValue(text)
         nodes, *edges = (np.atleast_1d(part) for part in value if part is not None)
         count = fit_nodes(slot, len(nodes))
         write_nodes(slot, nodes[:count])
         if fit_edges is None:
             if edges:
-                raise InvalidValue(f"{format_path(node.path)}: got edges, which the space has not")
+                raise InvalidValue(f"{format_path(node.path)}: got edges, which the space has not; {_SPACE}")
             return
         if not edges:
             edges = [np.zeros((0, *node.child(key).shape[1:]), node.child(key).dtype) for key in keys[1:]]
         if len(edges[0]) != len(edges[1]):
             numbers = f"{len(edges[0])} edges and {len(edges[1])} edge_links"
-            raise InvalidValue(f"{format_path(node.path)}: got {numbers}")
+            raise InvalidValue(f"{format_path(node.path)}: got {numbers}; give as many of both")
         if count < len(nodes):  # also cut the edges of nodes that were cut
             kept = (edges[1] < count).all(axis=-1)
             edges = [part[kept] for part in edges]
@@ -511,9 +565,9 @@ def _graph_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], GraphInst
     return read
 
 
-def _choice_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
+def _choice_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     choices = node.child("values").children
-    writers = [writer(choice, arrays, strict=strict) for choice in choices]
+    writers = [writer(choice, arrays, check=check) for choice in choices]
     clearers = [zeroer(choice, arrays) for choice in choices]
     indices = arrays[(*node.path, "index")]
 
@@ -525,7 +579,7 @@ def _choice_writer(node: PaddedNode, arrays: Arrays, strict: bool) -> Write:
                 raise ValueError(f"index {index} is out of range")
         except (TypeError, ValueError) as error:
             expected = f"expected an index from 0 to {len(choices) - 1} and a value"
-            raise InvalidValue(f"{format_path(node.path)}: {expected}: {error}") from error
+            raise InvalidValue(f"{format_path(node.path)}: {expected}: {error}; {_SPACE}") from error
         indices[slot] = index
         writers[index](slot, chosen)
         for place, clear in enumerate(clearers):

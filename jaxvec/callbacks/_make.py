@@ -177,8 +177,9 @@ def make(
             maximum of a `Text`. A longer value is an error, or is cut if the maximum is a
             `jaxvec.spaces.Cut`.
         check: Validation of observations, rewards and flags: `"structure"` checks structure, shapes and
-            dtypes; `"strict"` also rejects observations outside their space, such as NaN, and floats that are
-            too large for the stored dtype, at some cost.
+            dtypes. `"cast"` accepts what NumPy casts and broadcasts, and ignores further keys, as Gymnasium's
+            `AsyncVectorEnv` does; integers still do not wrap. `"strict"` also rejects observations outside
+            their space, such as NaN, and floats that are too large for the stored dtype, at some cost.
         **env_kwargs: Keyword arguments for `gymnasium.make` or the functions. Each env gets its own copy of
             them, and of `env_configs`. Read-only arrays are shared by the envs of a worker.
 

@@ -350,7 +350,8 @@ def start_pool(
     shares_values = options.pop("shares_values", False)  # of the classes without processes
     if unknown := options.keys() - {field.name for field in dataclasses.fields(PoolConfig)}:
         raise TypeError(f"unknown options {sorted(unknown)}; the options are those of jaxvec.make")
-    options = {"timeouts": Timeouts(None, None, None), **options}  # Gymnasium has no time limits by default
+    # As the originals, which have no time limits, and cast observations as NumPy does.
+    options = {"timeouts": Timeouts(None, None, None), "check": "cast", **options}
     return _start.start(
         list(env_fns),
         None,

@@ -251,7 +251,7 @@ def test_strict_takes_all_that_is_in_the_space(make, mode):
 
 
 def test_an_unknown_check_is_refused():
-    with pytest.raises(ValueError, match="check must be one of structure, strict"):
+    with pytest.raises(ValueError, match="check must be one of cast, structure, strict"):
         jaxvec.make(CountingEnv, 1, check="everything")
 
 

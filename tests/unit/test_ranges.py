@@ -49,7 +49,7 @@ def writer(monkeypatch, compiled, space, policy, strict=False):
         policy=policy,
     )
     arrays = private_segment(make_layout(spec, 1))
-    return spec.obs, _rows.writer(spec.obs, arrays, strict=strict), arrays
+    return spec.obs, _rows.writer(spec.obs, arrays, check="strict" if strict else "structure"), arrays
 
 
 @WRITERS
