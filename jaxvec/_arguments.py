@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import ActionError, EnvIdError
-from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, format_path, leaves
+from jaxvec._spec import DictNode, Leaf, Node, PaddedNode, PoolSpec, format_path, leaves
 
 _MAX_SEED = 2**63 - 1
 NO_SEED = -(2**63)  # marks an env that gets no seed
@@ -135,8 +135,10 @@ def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]
     if isinstance(node, DictNode):
         if not isinstance(action, Mapping) or set(action) != set(node.keys):
             got = list(action) if isinstance(action, Mapping) else type(action).__name__
+            padded = isinstance(node, PaddedNode) and not isinstance(action, Mapping)
             raise ActionError(
                 f"{format_path(node.path)}: expected a dict with keys {[*node.keys]}, got {got}"
+                + ("; convert the envs' values by jaxvec.spaces.pad(space, values)" if padded else "")
             )
     elif not isinstance(action, (tuple, list)) or len(action) != len(node.children):
         got = len(action) if isinstance(action, (tuple, list)) else type(action).__name__

@@ -379,6 +379,9 @@ class Cut:
     size: int
 
 
+_MAX_OWN_SIZE = 250_000  # of a space itself: 1 MB of characters; programs may choose larger maxima
+
+
 class MaxSizes:
     """The maxima of spaces without a fixed shape, by the path of the space.
 
@@ -404,10 +407,11 @@ class MaxSizes:
                 self._unused.discard(name)
                 return (size.size, True) if isinstance(size, Cut) else (size, False)
         size = self._default if own is None else own
-        if size is None:
+        if size is None or size > _MAX_OWN_SIZE:
             in_dict = path[0] == "obs" and len(path) > 1
+            lack = "no maximum size" if size is None else f"the maximum size {size}, too much for an array"
             raise UnsupportedSpaceError(
-                f"{format_path(path)}: {type(space).__name__} has no maximum size; pass "
+                f"{format_path(path)}: {type(space).__name__} has {lack}; pass "
                 f"make(max_sizes={{{names[1] or names[0]!r}: n}})"
                 + (", or remove it by gymnasium.wrappers.FilterObservation" if in_dict else "")
             )
@@ -497,14 +501,14 @@ def _padded(space: Space[Any], path: KeyPath, policy: DtypePolicy, sizes: MaxSiz
     match space:
         case spaces.Sequence():
             kind = "stacked" if space.stack else "sequence"
-            size, cut = sizes.find(path, space)
+            size, cut = sizes.find(path, space, getattr(space, "max_size", None))
             item = inside(space.feature_space, root=(*path, "items"))
             parts = {"items": _with_axis(item, size), "length": scalar("length")}
         case spaces.Graph():
             kind, parts = "graph", {}
             fields = {"nodes": space.node_space, "edges": space.edge_space}
             for key, features in ((key, one) for key, one in fields.items() if one is not None):
-                size, cuts = sizes.find((*path, key), space)
+                size, cuts = sizes.find((*path, key), space, getattr(space, f"max_{key}", None))
                 cut |= cuts
                 parts[key] = _with_axis(inside(features, root=(*path, key)), size)
                 if key == "edges":
@@ -534,6 +538,61 @@ def _with_axis(node: Node, size: int) -> Node:
         return replace(node, shape=(size, *node.shape))
     node = node.as_stored if isinstance(node, PaddedNode) else node
     return replace(node, children=tuple(_with_axis(child, size) for child in node.children))
+
+
+class _SizedSequence(spaces.Sequence):
+    """A `Sequence` whose samples have at most `max_size` items."""
+
+    max_size: int
+
+    def sample(self, mask: Any = None, probability: Any = None) -> Any:
+        if mask is None and probability is None:
+            mask = min(int(self.np_random.geometric(0.25)), self.max_size), None  # lengths as Gymnasium's
+        return super().sample(mask, probability)
+
+
+class _SizedGraph(spaces.Graph):
+    """A `Graph` whose samples have at most `max_nodes` nodes and `max_edges` edges."""
+
+    max_nodes: int
+    max_edges: int | None  # `None` without an edge space
+
+    def sample(
+        self, mask: Any = None, probability: Any = None, num_nodes: int = 10, num_edges: int | None = None
+    ) -> spaces.GraphInstance:
+        num_nodes = min(num_nodes, self.max_nodes)
+        if num_edges is None and self.max_edges is not None and mask is None and probability is None:
+            num_edges = int(self.np_random.integers(max(num_nodes * (num_nodes - 1), 1)))
+        if num_edges is not None and self.max_edges is not None:
+            num_edges = min(num_edges, self.max_edges)
+        return super().sample(mask, probability, num_nodes, num_edges)
+
+
+def limit(space: Space[Any], node: Any) -> Any:
+    """Returns a space whose samples fit the maximum sizes of `node`, as far as it is Gymnasium's own."""
+    if not any(padded_nodes(node)):
+        return space
+    limited: Any = copy(space)
+    match limited:
+        case spaces.Dict():
+            limited.spaces = {key: limit(each, node.child(key)) for key, each in limited.spaces.items()}
+        case spaces.Tuple():
+            limited.spaces = tuple(map(limit, limited.spaces, node.children))
+        case spaces.OneOf():
+            limited.spaces = tuple(map(limit, limited.spaces, node.child("values").children))
+        case spaces.Sequence() if type(space) is spaces.Sequence and any(leaves(node.child("items"))):
+            limited = _SizedSequence(limit(limited.feature_space, node.item), stack=limited.stack)
+            limited.max_size = next(leaves(node.child("items"))).shape[0]
+        case spaces.Graph() if type(space) is spaces.Graph:
+            limited = _SizedGraph(limited.node_space, limited.edge_space)
+            limited.max_nodes = node.child("nodes").shape[0]
+            limited.max_edges = node.child("edges").shape[0] if "edges" in node.keys else None
+        case spaces.Text():
+            limited.max_length = node.child("chars").shape[0]
+            limited.min_length = min(limited.min_length, limited.max_length)
+        case _:
+            pass
+    return limited
 
 
 def leaves(node: Node) -> Iterator[Leaf]:

@@ -29,7 +29,7 @@ from jaxvec._errors import EnvStateError, JaxvecError, StateFileError
 from jaxvec._extensions.states import pool_states, state_files
 from jaxvec._memory.segment import Place, copies, placed, views
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import EnvState, PoolSpec, TimeStep
+from jaxvec._spec import EnvState, PoolSpec, TimeStep, limit
 from jaxvec._stats import Stats
 from jaxvec._util import run_in_thread
 
@@ -126,10 +126,10 @@ class VectorEnv:
         self.num_envs: int = pool.spec.num_envs
         self.batch_size: int = pool.spec.batch_size
         self.num_workers: int = len(slices)
-        self.single_observation_space: Space[Any] = spaces.observation
-        self.single_action_space: Space[Any] = spaces.action
-        self.observation_space: Space[Any] = batch_space(spaces.observation, self.num_envs)
-        self.action_space: Space[Any] = batch_space(spaces.action, self.num_envs)
+        self.single_observation_space: Space[Any] = limit(spaces.observation, pool.spec.obs)
+        self.single_action_space: Space[Any] = limit(spaces.action, pool.spec.action)
+        self.observation_space: Space[Any] = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space: Space[Any] = batch_space(self.single_action_space, self.num_envs)
         self.reward_space: Space[Any] | None = spaces.reward
         self.autoreset_mode: AutoresetMode = pool.spec.autoreset.as_gymnasium
         self.metadata: dict[str, Any] = {**description.metadata, "autoreset_mode": self.autoreset_mode}

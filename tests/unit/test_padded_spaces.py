@@ -15,7 +15,7 @@ from support.padded import MOST, EchoEnv, Graph, any_space, assert_equal, model,
 import jaxvec
 from jaxvec import spaces as padding
 from jaxvec._memory import rows
-from jaxvec._spec import MaxSizes, as_is, as_jax, leaves, walk
+from jaxvec._spec import MaxSizes, as_is, as_jax, leaves, limit, walk
 
 many = settings(database=None, deadline=None)
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
@@ -66,6 +66,66 @@ def _plain(value):
         case tuple():
             return tuple(map(_plain, value))
     return value
+
+
+UNLIMITED = {
+    "sequence": (spaces.Sequence(spaces.Discrete(3)), {"action": 2}),
+    "stacked": (spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), {"action": 2}),
+    "nested": (spaces.Sequence(spaces.Sequence(spaces.Text(9))), {"action": 2, "items": 2, "items/items": 3}),
+    "graph": (
+        spaces.Graph(spaces.Box(0, 1, (1,)), spaces.Discrete(3)),
+        {"action": {"nodes": 3, "edges": 2}},
+    ),
+    "graph without edges": (spaces.Graph(spaces.Discrete(2), None), {"action": {"nodes": 3}}),
+    "text": (spaces.Text(2**32 - 1, min_length=7), {"action": 5}),
+    "choice": (
+        spaces.OneOf([spaces.Discrete(2), spaces.Sequence(spaces.Discrete(3))]),
+        {"action": {"values": {"1": 2}}},
+    ),
+    "dict": (
+        spaces.Dict(a=spaces.Tuple([spaces.Text(2**32 - 1)]), b=spaces.Discrete(2)),
+        {"action": {"a": {"0": 5}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIMITED)
+def test_samples_of_limited_spaces_fit_the_maximum_sizes(name):
+    space, maxima = UNLIMITED[name]
+    node = walk(space, root=("action",), policy=as_is, sizes=MaxSizes(maxima))
+    limited = limit(space, node)
+    limited.seed(0)
+    samples = [limited.sample() for _ in range(40)]
+    padded = padding.pad(space, samples, maxima)
+    if name != "choice":  # its path has no own maximum
+        assert_equal(padding.pad(limited, samples), padded)
+    for sample in samples:
+        assert limited.contains(sample)
+
+
+@pytest.mark.parametrize("part", ["observation_space", "action_space"])
+def test_text_without_a_sensible_maximum_is_refused_by_path(make, part):
+    class Browser(EchoEnv):
+        def __init__(self):
+            super().__init__(spaces.Discrete(2))
+            setattr(self, part, spaces.Dict(goal=spaces.Text(2**32 - 1), page=spaces.Discrete(2)))
+
+    root = "obs" if part == "observation_space" else "action"
+    text = rf"{root}\['goal'\]: Text has the maximum size 4294967295, .*max_sizes={{'goal': n}}"
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match=text):
+        make(Browser, 1, backend="serial")
+    envs = make(Browser, 1, backend="serial", max_sizes={"goal": 5})
+    space = envs.single_observation_space if root == "obs" else envs.single_action_space
+    assert space["goal"].max_length == 5
+
+
+def test_an_unpadded_sample_names_the_function_that_pads_it(make):
+    envs = make(lambda: EchoEnv(spaces.Text(5)), 2, backend="serial")
+    envs.reset()
+    with pytest.raises(jaxvec.ActionError, match=r"jaxvec\.spaces\.pad\(space, values\)"):
+        envs.step(envs.action_space.sample())
+    samples = [envs.single_action_space.sample() for _ in range(2)]
+    assert padding.decode(envs.step(padding.pad(envs.single_action_space, samples)).obs) == samples
 
 
 def test_an_empty_stack_and_empty_edges_can_be_padded():
