@@ -32,6 +32,14 @@ _UNREGISTERED = (
     'your script. Name the module in the id, as in gymnasium.make("MODULE:MyEnv-v0"), or pass the id itself '
     "to jaxvec.make"
 )
+_ONE_INSTANCE = (
+    "Another env was built in this process before. If the simulator allows one instance per process, give "
+    "each env its own process: num_workers=num_envs"
+)
+_NO_MORE_INSTANCES = (
+    "This env is a further one in its process, for {use}. A simulator that allows one instance per process "
+    "works without spare_envs, and with save and restore in place of simulate"
+)
 _FOREIGN_VECTOR = (
     "{name} is a vector env without single_observation_space, which gymnasium.vector.VectorEnv has. Pass a "
     "function that makes one env: jaxvec.make(make_env, num_envs). For a vector env of SuperSuit, whose envs "
@@ -152,17 +160,21 @@ def build_env(
     for owner, env in others:
         _check_distinct(env, owner, known)
     for number, env_fn in enumerate(env_fns):
-        env_id = first + number * (size or 1)
+        env_id, advice = first + number * (size or 1), ""
         try:
             with EnvErrorContext(env_id, "constructor"):
+                if known:
+                    advice = _NO_MORE_INSTANCES.format(use=use) if use else _ONE_INSTANCE
                 env = env_fn()
+                advice = ""
                 _check_kind(env, size)
                 _check_distinct(env, use or env_id, known)
             envs.append(env)
             report(len(envs) * (size or 1))
         except BaseException as error:
-            if isinstance(error.__cause__, gymnasium.error.UnregisteredEnv):
-                cast("EnvFailure", error).advice = _UNREGISTERED
+            if isinstance(error, EnvFailure):
+                unregistered = isinstance(error.__cause__, gymnasium.error.UnregisteredEnv)
+                error.advice = _UNREGISTERED if unregistered else advice
             with suppress(EnvFailure):
                 close_envs(envs, first, size)
             raise

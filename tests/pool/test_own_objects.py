@@ -319,3 +319,43 @@ def test_gymnasium_envs_without_processes_share_values(vector_env):
         assert all(env.unwrapped.log is log for env in envs.envs)
     finally:
         envs.close()
+
+
+class OnlyOne(CountingEnv):
+    """A simulator that a process can have once, until it is closed."""
+
+    exists = False
+
+    def __init__(self):
+        if OnlyOne.exists:
+            raise RuntimeError("cannot create multiple emulator instances per process")
+        super().__init__()
+        OnlyOne.exists = True
+
+    def close(self):
+        OnlyOne.exists = False
+
+
+def test_a_second_instance_in_a_process_names_num_workers(make):
+    with pytest.raises(jaxvec.EnvError, match=r"(?s)env 1 .*multiple emulator.*num_workers=num_envs"):
+        make(OnlyOne, 2, num_workers=1)
+    assert make(OnlyOne, 2, num_workers=2).reset(seed=0).obs.shape == (2, 4)
+
+
+def test_an_instance_beside_that_of_a_slot_names_its_use(make):
+    with pytest.raises(jaxvec.EnvError, match=r"(?s)multiple emulator.*a spare env.*without spare_envs"):
+        make(OnlyOne, 1, num_workers=1, spare_envs=1)
+    envs = make(OnlyOne, 1, num_workers=1, states=2)
+    envs.reset(seed=0)
+    with pytest.raises(jaxvec.EnvError, match=r"(?s)multiple emulator.*for simulate.*save and restore"):
+        envs.simulate(envs.save(), [0])
+
+
+def test_first_env_that_fails_is_no_question_of_instances(make):
+    class Failing(CountingEnv):
+        def __init__(self):
+            raise RuntimeError("no licence")
+
+    with pytest.raises(jaxvec.EnvError, match="no licence") as caught:
+        make(Failing, 1, num_workers=1)
+    assert "num_workers" not in str(caught.value)
