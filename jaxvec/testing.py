@@ -20,7 +20,7 @@ from jaxvec._envs.failures import report, to_error
 from jaxvec._memory import rows, segment
 from jaxvec._memory.segment import make_layout
 from jaxvec._options import CheckMode, PoolConfig
-from jaxvec._spec import Autoreset, as_jax, make_spec
+from jaxvec._spec import Autoreset, as_jax, limit, make_spec
 
 __all__ = ["CountingEnv", "NestedEnv", "check_env"]
 
@@ -211,14 +211,15 @@ def _trace(
         )
         arrays = segment.private_segment(make_layout(spec, 1))
         env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, config=config)
-        spaces_.action.seed(seed)
+        action_space = limit(spaces_.action, spec.action)
+        action_space.seed(seed)
         write_action = rows.writer(spec.action, arrays)
         arrays["seed",][:] = seed
         slots = np.arange(1)
         env_slice.reset(slots)
         trace = [{str(leaf): arrays[leaf.path].copy() for leaf in spec.timestep_leaves}]
         for _ in range(num_steps):
-            write_action(0, spaces_.action.sample())
+            write_action(0, action_space.sample())
             env_slice.step(slots)
             trace.append({str(leaf): arrays[leaf.path].copy() for leaf in spec.timestep_leaves})
         return trace

@@ -36,6 +36,9 @@ _MAX_STEP_S = 0.25  # time of one step with the fewest workers; larger default s
 _AS_GOOD = 0.95  # fraction of the best rate above which fewer workers and envs are preferred
 _BUSY = 0.5  # load per core above which other programs disturb the measurement
 _SHARED = 0.75  # fraction of the expected rate below which parallel loops must be sharing cores
+_PATIENCE = 10.0  # times the length of a measurement, to wait for the ends of episodes
+_ABOVE_BOUND = 1.1  # fraction of the bound above which the rates must vary
+_SLOW_RESETS = 0.2  # fraction of time in resets above which spare envs are worth a try
 _WAITS = 0.5  # CPU use, in cores, below which an env waits more than it computes
 
 
@@ -62,6 +65,7 @@ class Measurement:
         all: total rate of `copies` parallel loops, one process each; the upper bound on this machine.
         copies: number of these loops.
         core_share: fraction of a loop's time in which the env computes; it waits in the rest.
+        reset_share: fraction of a loop's time in resets after the first; `None` if no episode ended.
         samples: rates of the pools.
         left_out: default numbers of envs that were skipped because the env is slow.
     """
@@ -75,23 +79,31 @@ class Measurement:
     copies: int
     core_share: float
     samples: tuple[Sample, ...]
+    reset_share: float | None = 0.0
     left_out: tuple[int, ...] = ()
 
 
-def bare_loop(env: Any, seconds: float) -> tuple[float, float]:
-    """Steps an env in a plain loop. Returns steps per second, including resets, and the `core_share`."""
+def bare_loop(env: Any, seconds: float, patience: float = 1.0) -> tuple[float, float, float | None]:
+    """Steps an env in a plain loop, for an episode at least if that takes up to `patience` times as long.
+
+    Returns steps per second, including resets, the `core_share`, and the fraction of time in resets, `None`
+    if no episode has ended.
+    """
     env.reset(seed=0)
     env.action_space.seed(0)
     actions = [env.action_space.sample() for _ in range(_NUM_ACTIONS)]
     step, reset = env.step, env.reset
-    steps, chunk = 0, 1
+    steps, chunk, episodes, in_reset = 0, 1, 0, 0.0
     usage, cpu = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
     began = now = time.perf_counter()
-    while now - began < seconds or not steps:
+    while now - began < seconds or not steps or (not episodes and now - began < patience * seconds):
         for action in actions[:chunk]:
             _, _, terminated, truncated, _ = step(action)
             if terminated or truncated:
+                episodes += 1
+                reset_at = time.perf_counter()
                 reset()
+                in_reset += time.perf_counter() - reset_at
         steps += chunk
         before, now = now, time.perf_counter()
         if now - before < 1e-3:  # fast envs read the clock less often, as it would distort their rate
@@ -101,7 +113,7 @@ def bare_loop(env: Any, seconds: float) -> tuple[float, float]:
     # Only voluntary context switches show that the env waits; a preempted process waits for other programs.
     preempted = after.ru_nivcsw - usage.ru_nivcsw
     waited = after.ru_nvcsw - usage.ru_nvcsw > max(preempted, 100 * elapsed)
-    return steps / elapsed, cpu / elapsed if waited else 1.0
+    return steps / elapsed, cpu / elapsed if waited else 1.0, in_reset / elapsed if episodes else None
 
 
 def measure(
@@ -129,7 +141,8 @@ def measure(
         began = time.perf_counter()
         make(num_envs=1, num_workers=1, backend="serial").close()
         build = time.perf_counter() - began  # of the second env, as the first one imports modules
-        rate, core_share = one.map(bare_loop, seconds)[0]
+        rate, core_share, reset_share = one.map(bare_loop, seconds, _PATIENCE)[0]
+        patience = 1.0 if reset_share is None else _PATIENCE
         workers = num_workers or default_workers(cores, core_share)
         at_once = max(int(cores / max(core_share, 0.01)), 1)  # envs that step concurrently
         fits = {
@@ -145,12 +158,14 @@ def measure(
         bare: list[tuple[float, float]] = []
         for n, some in grid:
             with ExitStack() as pools:
-                systems: dict[str, _System] = {name: partial(_bare_rate, pool) for name, pool in bare_pools}
+                systems: dict[str, _System] = {
+                    name: partial(_bare_rate, pool, patience=patience) for name, pool in bare_pools
+                }
                 for w in some:
                     with config.override(transport=transport):
                         envs = pools.enter_context(make(num_envs=n, num_workers=w))
                     step = n / rate / min(w, at_once) + 1e-4
-                    host, scan = _host_and_scan(envs, int(np.clip(seconds / 4 / step, 1, 1000)))
+                    host, scan = _host_and_scan(envs, int(np.clip(seconds / 4 / step, 1, 1000)), patience)
                     systems |= {f"host {w}": host, f"scan {w}": scan}
                 rates = _medians(systems, seconds)
             bare.append((rates["one"], rates["all"]))
@@ -164,6 +179,7 @@ def measure(
         all=statistics.median(together for _, together in bare),
         copies=copies,
         core_share=core_share,
+        reset_share=reset_share,
         samples=tuple(samples),
         left_out=() if num_envs else tuple(n for n in fits if not fits[n]),
     )
@@ -196,6 +212,21 @@ def notes(found: Measurement) -> Iterator[str]:
             f"{found.copies} loops together are only {found.all / found.one:.2f} times as fast as one: they "
             "share the cores with other programs or slow each other down, and no pool can be faster than them"
         )
+    if above := [each for each in found.samples if max(each.scan, each.host) > _ABOVE_BOUND * found.all]:
+        yield (
+            f"a pool of {above[0].num_envs} envs is faster than its bound, so the rates vary from one "
+            f"measurement to the next; --seconds {min(5 * found.seconds, 60):g} measures longer"
+        )
+    if found.reset_share is None:
+        yield (
+            f"no episode ended in {_PATIENCE * found.seconds:g} s, so these rates are without resets; "
+            f"--seconds {min(10 * found.seconds, 60):g} measures longer"
+        )
+    elif found.reset_share > _SLOW_RESETS:
+        yield (
+            f"resets take {found.reset_share:.0%} of the time; make(..., spare_envs=1) resets an env of each "
+            "worker in advance, while the program computes"
+        )
     if found.left_out:
         sizes, first = ", ".join(map(str, found.left_out)), found.left_out[0]
         yield f"the env is slow, so pools of {sizes} envs were not measured; --num-envs {first} measures them"
@@ -221,12 +252,15 @@ def report(found: Measurement, name: str, line: str) -> Iterator[str]:
     yield f"  {line}"
 
 
-def _bare_rate(envs: VectorEnv, seconds: float) -> float:
-    return sum(rate for rate, _ in envs.map(bare_loop, seconds))
+def _bare_rate(envs: VectorEnv, seconds: float, *, patience: float) -> float:
+    return sum(rate for rate, *_ in envs.map(bare_loop, seconds, patience))
 
 
-def _host_and_scan(envs: VectorEnv, length: int) -> tuple[_System, _System]:
-    """Returns two functions that step a pool with random actions for some seconds, and return the rate."""
+def _host_and_scan(envs: VectorEnv, length: int, patience: float = 1.0) -> tuple[_System, _System]:
+    """Returns two functions that step a pool with random actions for some seconds, and return the rate.
+
+    They take up to `patience` times as long until as many episodes have ended as there are envs.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -246,15 +280,19 @@ def _host_and_scan(envs: VectorEnv, length: int) -> tuple[_System, _System]:
         return jax.lax.scan(step, handle, jnp.arange(length))[0]
 
     def rate(calls: Iterator[Any], num_steps: int, seconds: float) -> float:
+        # The envs go on with their episodes from one measurement to the next, so resets count as often as
+        # they are.
         steps, began, elapsed = 0, time.perf_counter(), 0.0
-        while not steps or elapsed < seconds:
+        limit = seconds if envs.stats().total.episodes >= envs.num_envs else patience * seconds
+        while not steps or elapsed < limit:
             next(calls)
             steps += num_steps
             elapsed = time.perf_counter() - began
+            if seconds <= elapsed < limit and envs.stats().total.episodes >= envs.num_envs:
+                break
         return steps * envs.num_envs / elapsed
 
     def host(seconds: float) -> float:
-        envs.reset(seed=0)
         return rate(map(envs.step, itertools.cycle(actions)), 1, seconds)
 
     def rollouts(handle: Any) -> Iterator[Any]:
@@ -263,8 +301,10 @@ def _host_and_scan(envs: VectorEnv, length: int) -> tuple[_System, _System]:
             yield handle
 
     def scan(seconds: float) -> float:
-        return rate(rollouts(jaxvec.reset(envs, seed=0)[0]), length, seconds)
+        handle, _ = jaxvec.reset(envs, mask=np.zeros(envs.num_envs, np.bool_))  # resets no env
+        return rate(rollouts(handle), length, seconds)
 
+    envs.reset(seed=0)
     scan(0.0)  # compiles
     return host, scan
 

@@ -21,8 +21,9 @@ import sys
 import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast, get_args
 
@@ -44,7 +45,7 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, fork, lifeline, process, stacks
 from jaxvec.adapters import recording
 from jaxvec.callbacks import _ffi, _make
-from jaxvec.cli import UsageError, _bench, _top
+from jaxvec.cli import UsageError, _bench, _in_workers, _top
 from jaxvec.spaces import pad
 
 FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -96,11 +97,16 @@ class Target:
     name: str
     env: str | Callable[..., Any]
     kwargs: dict[str, Any]
+    has_mask: bool = False
+    mask_key: str | None = None  # `None` for the usual one
 
     def env_fn(self) -> Callable[[], Any]:
-        return constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
+        env_fn = constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
+        return partial(_in_workers.build, env_fn, self.mask_key) if self.has_mask else env_fn
 
     def make(self, **settings: Any) -> VectorEnv:
+        if self.has_mask:
+            return jaxvec.make(self.env_fn(), **settings)
         return jaxvec.make(self.env, **settings, **self.kwargs)
 
     def record(self, command: str, **found: Any) -> dict[str, Any]:
@@ -126,10 +132,24 @@ def _add_target_arguments(parser: ArgumentParser) -> None:
     )
     text = "JSON object of keyword arguments for the env's constructor"
     parser.add_argument("--kwargs", metavar="JSON", default="{}", help=text)
+    text = "key of the mask of legal actions in the info or the observation; default action_mask"
+    parser.add_argument("--mask-info", metavar="KEY", help=text)
 
 
 def _find_target(options: Namespace) -> Target:
     """Returns the env of the arguments, or raises `UsageError` if it does not exist or does not fit them."""
+    target, key = _resolve(options), options.mask_info
+    found: Any = ()
+    with suppress(Exception), closing(target.env_fn()()) as env:  # an env that fails is examined later
+        found = env.action_space, *env.reset(seed=0)
+    mask = _in_workers.find_mask(found[0], key, *found[1:]) if found else None
+    if key is not None and found and mask is None:
+        keys = [name for part in found[1:] if isinstance(part, dict) for name in part]
+        raise UsageError(f"--mask-info: reset returned no mask of {found[0]} at {key!r}, only {keys}")
+    return replace(target, has_mask=mask is not None, mask_key=key)
+
+
+def _resolve(options: Namespace) -> Target:
     name, kwargs = options.env, _kwargs(options.kwargs)
     module, _, rest = name.rpartition(":")
     if module:
@@ -336,8 +356,11 @@ _BUILDS, _SPACES, _DATA, _REPRODUCIBLE = _STAGES = (
 )
 _WORKER = "it runs in a worker process"
 _ISOLATED = "two envs of one process give the same data as each alone"
+_NO_JAX = "workers with it do not import JAX"
+_SAVED = "its states can be saved, also late in an episode"
 _GYMNASIUM = "Gymnasium's check_env"
 
+_UNWRAPPED = "different from the unwrapped version"  # part of a warning about any wrapper
 _REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
 
 
@@ -370,12 +393,8 @@ def _checks(target: Target) -> Iterator[Check]:
     yield from stages
     # An env that fails one of the first three stages would also fail in a worker, for the known reason.
     sound = all(check.status == OK for check in stages[:3])
-    together: Trace = []
-    in_worker = Check(_WORKER, NOT_RUN)
-    if sound:
-        in_worker = _check(_WORKER, lambda: together.extend(_step_in_workers(target, 1)))
-    yield in_worker
-    yield _check_isolation(target, together) if in_worker.status == OK else Check(_ISOLATED, NOT_RUN)
+    yield from _check_workers(target) if sound else [Check(name, NOT_RUN) for name in (_WORKER, _ISOLATED)]
+    yield from _check_options(target) if sound else [Check(name, NOT_RUN) for name in (_NO_JAX, _SAVED)]
     built = stages[0].status == OK
     yield _check_with_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
 
@@ -414,6 +433,48 @@ def _step_in_workers(target: Target, num_workers: int) -> Trace:
     return [{jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in each} for each in leaves]
 
 
+def _check_workers(target: Target) -> tuple[Check, Check]:
+    """Checks that workers can have the env, one and two of them."""
+    together: Trace = []
+    try:
+        together += _step_in_workers(target, 1)
+    except Exception as error:
+        failed = Check(_WORKER, FAIL, str(error) if isinstance(error, JaxvecError) else repr(error))
+        if isinstance(error, EnvError) and error.operation == "constructor":  # may be that of the second env
+            alone = _check(_WORKER, lambda: _step_in_workers(target, 2))
+            if alone.status == OK:
+                return alone, replace(failed, name=_ISOLATED)
+        return failed, Check(_ISOLATED, NOT_RUN)
+    return Check(_WORKER, OK), _check_isolation(target, together)
+
+
+def _check_options(target: Target) -> list[Check]:
+    """Checks what some pools need: little memory per worker, and states that can be saved."""
+    checks = [Check(_NO_JAX, OK), Check(_SAVED, OK)]
+    try:
+        with target.make(num_envs=1, num_workers=1, states=1) as envs:
+            space = envs.single_action_space
+            space.seed(0)
+            envs.reset(seed=0)
+            for _ in range(_WORKER_STEPS):
+                envs.step(pad(space, [space.sample()]))
+            if any(envs.map(_in_workers.imports_jax)):
+                checks[0] = Check(_NO_JAX, WARN, _IMPORTS_JAX, 1)
+            envs.reset()
+            for _ in range(_WORKER_STEPS):
+                envs.save()  # in each step, as the env may create objects late
+                envs.step(pad(space, [space.sample()]))
+    except JaxvecError as error:
+        checks[1] = Check(_SAVED, WARN, f"{error}\nThe env works without states.", 1)
+    return checks
+
+
+_IMPORTS_JAX = (
+    "Each worker imports JAX, which takes memory and threads. Use NumPy in the env and in the variables of "
+    "its modules; np.asarray converts arrays."
+)
+
+
 def _check_isolation(target: Target, together: Trace) -> Check:
     """Compares two envs that one process stepped in turns with the same envs in a process each."""
     try:
@@ -450,7 +511,9 @@ def _check_with_gymnasium(target: Target) -> Check:
 
     def check() -> None:
         with closing(target.env_fn()()) as env:
-            gymnasium_check_env(env.unwrapped, skip_render_check=True)
+            inner = env.unwrapped
+            masked = _in_workers.LegalActions(inner, target.mask_key) if target.has_mask else inner
+            gymnasium_check_env(masked, skip_render_check=True)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -460,7 +523,7 @@ def _check_with_gymnasium(target: Target) -> Check:
     reuses = _REUSE in found.reason
     if reuses:  # harmless: a worker copies each observation before the env's next call
         texts.append(f"{found.reason} jaxvec copies observations, so its pools work with this env.")
-    texts = list(dict.fromkeys(texts))
+    texts = list(dict.fromkeys(text for text in texts if not (target.has_mask and _UNWRAPPED in text)))
     if found.status == FAIL and not reuses:
         return Check(_GYMNASIUM, FAIL, "\n".join([found.reason, *texts]), len(texts))
     return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))
@@ -483,7 +546,8 @@ _CHECK = Command(
 The command steps the env with random actions, in this process and in workers, and runs Gymnasium's own
 check_env. Observations must be members of their space. Two envs of one process must give the same data as
 each alone, so they may not share state, such as a global variable. Violations are reported as FAIL (exit
-code 1). Gymnasium's warnings are reported but do not fail the check.
+code 1). Gymnasium's warnings, workers that import JAX, and states that cannot be saved are reported, but do
+not fail the check. Actions are legal if the env has a mask of legal actions (--mask-info).
 
 --json prints {"schema": "jaxvec.check/1", "env": TEXT, "kwargs": {…}, "ok": BOOL, "checks": [{"name": TEXT,
 "status": "ok", "FAIL", "warn" or "not run", "reason": TEXT, "warnings": COUNT}]}.

@@ -112,6 +112,47 @@ class Texty(Env):
         super().__init__()
         self.observation_space = spaces.Sequence(spaces.Text(5))
 
+class Masked(Env):
+    """Allows one of three actions."""
+    action_space = spaces.Discrete(3, start=1)
+    key = "legal"
+    def _info(self):
+        return {self.key: np.arange(3) == self.steps % 3}
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return super().reset(seed=seed)[0], self._info()
+    def step(self, action):
+        assert self.action_space.contains(action)
+        if action != 1 + self.steps % 3:
+            raise ValueError(f"{action} is no legal move")
+        return *super().step(action)[:4], self._info()
+
+class UsuallyMasked(Masked):
+    key = "action_mask"
+
+class Late(Env):
+    """Gets a generator in the course of an episode."""
+    def step(self, action):
+        if self.steps == 80:
+            self.moves = (each for each in range(9))
+        return super().step(action)
+
+class OnlyOne(Env):
+    """Stands for a simulator that a process can have once."""
+    exists = False
+    def __init__(self):
+        if OnlyOne.exists:
+            raise RuntimeError("cannot create multiple instances per process")
+        super().__init__()
+        OnlyOne.exists = True
+    def close(self):
+        OnlyOne.exists = False
+
+class InJax(Env):
+    def __init__(self):
+        import jax
+        super().__init__()
+
 class Waiting(Env):
     """Says who steps it, and never returns."""
     def step(self, action):
@@ -173,9 +214,15 @@ FOUND = _bench.Measurement(
     [
         ({}, None),
         ({"load": 1.4}, r"busy \(load 1\.4, usable cores 2\)"),
-        ({"all": 118_000}, "2 loops together are only 1.18 times as fast as one"),
-        ({"all": 118_000, "core_share": 0.1}, None),  # they wait, and need no core
+        ({"all": 148_000}, "2 loops together are only 1.48 times as fast as one"),
+        ({"all": 148_000, "core_share": 0.1}, None),  # they wait, and need no core
         ({"all": 190_000, "copies": 8}, None),  # more than there are cores
+        (
+            {"samples": (Sample(64, 1, 250_000, 90_000),)},
+            "a pool of 64 envs is faster than its bound, .* --seconds 1 measures longer",
+        ),
+        ({"reset_share": 0.5}, r"resets take 50% of the time; make\(\.\.\., spare_envs=1\)"),
+        ({"reset_share": None}, "no episode ended in 2 s, .* --seconds 2 measures longer"),
         ({"left_out": (64, 256)}, "pools of 64, 256 envs were not measured; --num-envs 64 measures them"),
     ],
 )
@@ -277,10 +324,29 @@ def test_a_bare_loop_resets_its_env_and_returns_its_rate():
             return super().reset(**kwargs)
 
     env = Env(10)
-    rate, core_share = _bench.bare_loop(env, 0.01)
+    rate, core_share, reset_share = _bench.bare_loop(env, 0.01)
     assert env.resets > 1
+    assert 0 < reset_share < 1
     assert rate > 0
     assert 0 < core_share <= 1.5  # of several threads' time, and clocks that differ
+
+
+def test_a_bare_loop_waits_for_an_end_of_an_episode(monkeypatch):
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__, process_time=lambda: 0.0)
+    monkeypatch.setattr(_bench, "time", clock)
+    assert _bench.bare_loop(CountingEnv(7), 3, patience=100)[2] is not None
+    assert _bench.bare_loop(CountingEnv(7), 3)[2] is None
+    assert _bench.bare_loop(CountingEnv(1000), 3, patience=4)[2] is None
+
+
+def test_measurements_of_a_pool_go_on_with_its_episodes(make):
+    envs = make(CountingEnv, 2, num_workers=1)
+    host, scan = _bench._host_and_scan(envs, 3)
+    before = envs.stats().total
+    assert (before.steps, before.resets) == (6, 2)  # of the compilation
+    host(0)
+    scan(0)
+    assert (envs.stats().total.steps, envs.stats().total.resets) == (14, 2)
 
 
 def test_workers_of_bench_import_no_jax():
@@ -291,14 +357,16 @@ def test_workers_of_bench_import_no_jax():
 # --- check -----------------------------------------------------------------------------------
 
 STATUSES = {
-    "my_package.envs:Env": ["ok"] * 7,
-    "my_package.envs:Unseeded": ["ok", "ok", "ok", "FAIL", "ok", "not run", "FAIL"],
-    "my_package.envs:Global": ["ok", "ok", "ok", "ok", "ok", "FAIL", "ok"],
-    "my_package.envs:Wide": ["ok", "ok", "FAIL", *["not run"] * 3, "ok"],  # of which Gymnasium only warns
-    "my_package.envs:Outside": ["ok", "ok", "FAIL", *["not run"] * 3, "ok"],
-    "my_package.envs:Double": ["ok", "ok", "FAIL", *["not run"] * 3, "ok"],
-    "my_package.envs:Texty": ["ok", "FAIL", *["not run"] * 4, "FAIL"],
-    "builtins:dict": ["FAIL", *["not run"] * 6],
+    "my_package.envs:Env": ["ok"] * 9,
+    "my_package.envs:Unseeded": ["ok", "ok", "ok", "FAIL", "ok", "not run", "ok", "ok", "FAIL"],
+    "my_package.envs:Global": ["ok", "ok", "ok", "ok", "ok", "FAIL", "ok", "ok", "ok"],
+    "my_package.envs:Wide": ["ok", "ok", "FAIL", *["not run"] * 5, "ok"],  # of which Gymnasium only warns
+    "my_package.envs:Outside": ["ok", "ok", "FAIL", *["not run"] * 5, "ok"],
+    "my_package.envs:Double": ["ok", "ok", "FAIL", *["not run"] * 5, "ok"],
+    "my_package.envs:Texty": ["ok", "FAIL", *["not run"] * 6, "FAIL"],
+    "my_package.envs:UsuallyMasked": ["ok"] * 9,
+    "my_package.envs:OnlyOne": [*["ok"] * 5, "FAIL", "ok", "ok", "ok"],
+    "builtins:dict": ["FAIL", *["not run"] * 8],
 }
 
 
@@ -321,7 +389,7 @@ def test_check_tells_people_the_same(run):
     assert code == 1
     assert "ok       the constructor returns a gymnasium.Env\n" in out
     assert "FAIL     equal seeds and actions give equal data\n         obs: " in out
-    assert out.endswith("my_package.envs:Unseeded: 2 of 7 checks failed\n")
+    assert out.endswith("my_package.envs:Unseeded: 2 of 9 checks failed, with 1 warning\n")
 
 
 def test_check_names_what_two_envs_of_a_process_share(run):
@@ -329,6 +397,32 @@ def test_check_names_what_two_envs_of_a_process_share(run):
     assert code == 1
     assert re.search(r"obs: env 0 returned \[.*\] at step 1 in one process with env 1, but \[.*\] alone", out)
     assert "num_workers=num_envs" in out
+
+
+def test_check_takes_legal_actions_from_the_mask(run):
+    words = "check", "my_package.envs:Masked"
+    code, out, _ = run(*words, "--mask-info", "legal")
+    assert (code, "FAIL" in out) == (0, False)
+    assert "is no legal move" in run(*words)[1]
+    code, _, err = run(*words, "--mask-info", "mask")
+    assert code == 2
+    assert "no mask of Discrete(3, start=1) at 'mask', only ['legal']" in err
+
+
+def test_check_tells_of_an_instance_per_process(run):
+    code, out, _ = run("check", "my_package.envs:OnlyOne")
+    assert code == 1
+    assert re.search(r"ok +it runs in a worker process\nFAIL +two envs of one process", out)
+    assert "num_workers=num_envs" in out
+
+
+@pytest.mark.parametrize(
+    ("env", "said"), [("Late", r"attribute Late\.moves"), ("InJax", "Each worker imports JAX")]
+)
+def test_check_warns_of_late_locks_and_of_jax(run, env, said):
+    code, out, _ = run("check", f"my_package.envs:{env}")
+    assert code == 0
+    assert re.search(rf"(?m)^warn (?s:.*){said}", out)
 
 
 def test_an_env_that_uses_its_memory_again_is_only_warned_of(run):
