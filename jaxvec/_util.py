@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import io
 import math
@@ -127,13 +128,13 @@ def _cgroups(proc: Path, controller: str) -> Iterator[Path]:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs the requirements of an extra of jaxvec.
+    """Returns the command that installs the requirements of an extra of jaxvec, or a package of that name.
 
     It lists the packages instead of `jaxvec[extra]`, which an installer would look for in a package index:
     jaxvec may have been installed from a folder.
     """
     try:
-        return shlex.join(["pip", "install", *_packages(extra)]).replace("'", '"')
+        return shlex.join(["pip", "install", *(_packages(extra) or [extra])]).replace("'", '"')
     except importlib.metadata.PackageNotFoundError:  # not installed, but found by PYTHONPATH
         return f'pip install ".[{extra}]" in the folder of jaxvec\'s pyproject.toml'
 
@@ -158,6 +159,12 @@ def optional_imports(user: str, extra: str) -> Generator[None]:
     except ImportError as error:
         raise ImportError(f"{user} needs {error.name}: {install_command(extra)}") from error
     check_versions(user, extra)
+
+
+def import_optional(module: str, user: str, extra: str) -> Any:
+    """Imports a module of an extra, or of a package of that name; an error has the install command."""
+    with optional_imports(user, extra):
+        return importlib.import_module(module)
 
 
 def check_versions(user: str, extra: str) -> None:

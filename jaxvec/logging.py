@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from jaxvec._envs.constructors import find_spec
 from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
+from jaxvec._util import import_optional
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._functions import restore, step
 from jaxvec.callbacks._handle import Handle
@@ -243,9 +244,9 @@ class Run:
             record = {"config": dict(config or {}), "versions": _versions()}
             (self.folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
         path, name = str(self.folder), self.folder.name
-        self._tensorboard: Any = tensorboard and importlib.import_module("tensorboardX").SummaryWriter(path)
+        self._tensorboard: Any = tensorboard and _package("tensorboardX").SummaryWriter(path)
         options: Any = {"dir": path, "name": name, "config": dict(config or {}), "resume": "allow"}
-        self._wandb: Any = wandb and importlib.import_module("wandb").init(**options, id=name)
+        self._wandb: Any = wandb and _package("wandb").init(**options, id=name)
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         if resume:
             self._rewrite()
@@ -400,7 +401,7 @@ class Run:
         np.savez(data, allow_pickle=False, env_steps=self.env_steps, envs=packed, **arrays)
         self.write(_STATE, data.getvalue())
         if params is not None:
-            ocp: Any = importlib.import_module("orbax.checkpoint")  # takes 0.3 s, so only where it is needed
+            ocp = _package("orbax-checkpoint", "orbax.checkpoint")
             # The manager deletes the old checkpoint after the new one is complete and has its name.
             here, folder = jax.process_index(), (self.folder / "params").absolute()
             folder.mkdir(exist_ok=True)
@@ -625,6 +626,11 @@ def training(
         print(text)
     if run.stopped:
         raise SystemExit(130)
+
+
+def _package(name: str, module: str | None = None) -> Any:
+    """Imports a package that only some runs need, as it would take time."""
+    return import_optional(module or name, "jaxvec.logging.Run", name)
 
 
 def _versions() -> dict[str, str]:

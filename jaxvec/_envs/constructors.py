@@ -46,12 +46,14 @@ from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._options import PoolConfig
 from jaxvec._spec import EnvSpaces, union
-from jaxvec._util import copied
+from jaxvec._util import copied, install_command
 
 # --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------
 
 # Packages with a name that differs from the namespace of their ids.
 _PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}
+# Modules of packages with another name, and the extras that install them.
+_EXTRAS = {"ale_py": "atari"}
 
 
 def listed(env: Any) -> Any:
@@ -232,11 +234,25 @@ def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
+def _import(module: str, env_id: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise  # of another package that the module needs
+        extra = _EXTRAS.get(module, module)
+        raise ModuleNotFoundError(
+            f"{env_id}: there is no module {module!r}; correct the name, or install its package, as in "
+            + install_command(extra),
+            name=error.name,
+        ) from None
+
+
 def find_spec(env_id: str) -> EnvSpec:
     """Returns the `EnvSpec` of an id. As in `gymnasium.make`, `module:` and the version are optional."""
     module, _, name = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)
+        _import(module, env_id)
     if name not in gymnasium.registry:
         namespace, bare, version = parse_env_id(name)
         if version is None:
@@ -246,10 +262,13 @@ def find_spec(env_id: str) -> EnvSpec:
     try:
         return gymnasium.spec(name)
     except gymnasium.error.NameNotFound as error:
-        raise gymnasium.error.NameNotFound(
-            f"{error} An id of your own is known after the import of the module that registers it. Name the "
-            f'module in the id: jaxvec.make("MODULE:{name}", …)'
-        ) from None
+        advice = (
+            f"The module {module} registers no such id"
+            if module
+            else "An id of your own is known after the import of the module that registers it. Name the "
+            f'module in the id, jaxvec.make("MODULE:{name}", …), or pass the class: jaxvec.make(MyEnv, …)'
+        )
+        raise gymnasium.error.NameNotFound(f"{error} {advice}") from None
     except gymnasium.error.NamespaceNotFound as error:
         namespace = name.partition("/")[0]
         package = _PUBLISHERS.get(namespace, "the_package")

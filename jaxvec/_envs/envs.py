@@ -29,8 +29,12 @@ OLD_GYM = (
 
 _UNREGISTERED = (
     "Ids of your own are known after the import of the module that registers them, and workers do not import "
-    'your script. Name the module in the id, as in gymnasium.make("MODULE:MyEnv-v0"), or pass the id itself '
-    "to jaxvec.make"
+    'your script. Name the module in the id, as in gymnasium.make("MODULE:MyEnv-v0"), or pass the class of '
+    "the env, or the id itself, to jaxvec.make"
+)
+_NOT_INSTALLED = (
+    "Workers found no module {name!r}. Install its package for the Python that runs them, such as: "
+    "pip install {name}"
 )
 _ONE_INSTANCE = (
     "Another env was built in this process before. If the simulator allows one instance per process, give "
@@ -173,12 +177,20 @@ def build_env(
             report(len(envs) * (size or 1))
         except BaseException as error:
             if isinstance(error, EnvFailure):
-                unregistered = isinstance(error.__cause__, gymnasium.error.UnregisteredEnv)
-                error.advice = _UNREGISTERED if unregistered else advice
+                error.advice = _advice(error.__cause__) or advice
             with suppress(EnvFailure):
                 close_envs(envs, first, size)
             raise
     return envs
+
+
+def _advice(cause: BaseException | None) -> str:
+    """Returns what to do about the exception of a constructor; an empty text if that is unknown."""
+    if isinstance(cause, gymnasium.error.UnregisteredEnv):
+        return _UNREGISTERED
+    if isinstance(cause, ModuleNotFoundError) and cause.name is not None:
+        return _NOT_INSTALLED.format(name=cause.name.partition(".")[0])
+    return ""
 
 
 def innermost(env: Any) -> Any:

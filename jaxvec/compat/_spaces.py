@@ -16,6 +16,7 @@ from gymnasium import Space, spaces
 import jaxvec
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import KeyPath, Leaf, Node, PoolSpec, fold_space, format_path, map_leaves
+from jaxvec._util import import_optional
 from jaxvec.compat._base import info_extras
 
 
@@ -116,7 +117,7 @@ def to_dm_timestep(timestep: jaxvec.TimeStep[Any]) -> Any:
 def dm_observation_spec(space: Space[Any], data: PoolSpec) -> Any:
     """Returns the dm_env specs of one env's `TimeStep.observation`."""
     leaves = zip(data.info.keys, data.info.children, strict=True)
-    specs = importlib.import_module("dm_env.specs")
+    specs = import_optional("dm_env.specs", 'env_type="dm"', "dm-env")
     info = {key: specs.Array(leaf.shape, leaf.stored, key) for key, leaf in leaves if isinstance(leaf, Leaf)}
     return record("State", _state(info, dm_spec(space, data.obs)))
 
@@ -132,7 +133,7 @@ def dm_spec(space: Space[Any], node: Node) -> Any:
 
     `node` is the space's node, with the dtypes that the pool stores.
     """
-    specs = importlib.import_module("dm_env.specs")
+    specs = import_optional("dm_env.specs", 'env_type="dm"', "dm-env")
 
     def convert(leaf: Leaf, space: Any) -> Any:
         name, *rest = leaf.path

@@ -25,6 +25,7 @@ from gymnasium import Space, spaces
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import TimeStep
+from jaxvec._util import import_optional
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat._base import PooledEnv
@@ -206,7 +207,7 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
         )
     if randomization_fn is not None:
         raise ValueError("randomization_fn: a Python env has no brax System; randomize it in its reset")
-    training = importlib.import_module("brax.envs.wrappers.training")
+    training = import_optional("brax.envs.wrappers.training", "jaxvec.compat.brax.wrap", "brax")
     base: Any = importlib.import_module("brax.envs.base")
 
     class TruncationWrapper(base.Wrapper):

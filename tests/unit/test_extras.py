@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from gymnasium.error import NameNotFound
 
+import jaxvec
 from jaxvec import _util
 
 
@@ -46,6 +48,69 @@ def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
     assert _util.install_command("ray").startswith('pip install ".[ray]" ')
+
+
+def test_without_an_extra_of_a_name_the_command_is_for_a_package():
+    assert _util.install_command("no-such-package") == "pip install no-such-package"
+
+
+RUN = "import jaxvec; jaxvec.logging.Run('run'"
+MISSING = {
+    "tensorboardX": (
+        f"{RUN}, tensorboard=True)",
+        "pip install tensorboardX",
+    ),
+    "wandb": (f"{RUN}, wandb=True)", "pip install wandb"),
+    "dm_env": (
+        "from jaxvec.compat import envpool; envpool.make_dm('CartPole-v1').observation_spec()",
+        'pip install "dm-env>=',
+    ),
+    "brax": ("from jaxvec.compat import brax; brax.wrap(None)", 'pip install "brax>='),
+    "ale_py": ("import jaxvec; jaxvec.make('ale_py:ALE/Pong-v5', 2)", 'pip install "ale-py>='),
+    "minigrid": (
+        "import jaxvec; jaxvec.make('minigrid:MiniGrid-Empty-5x5-v0', 2)",
+        'pip install "minigrid>=',
+    ),
+}
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("package", MISSING)
+def test_a_missing_optional_package_is_one_line_with_the_command(package, tmp_path):
+    call, command = MISSING[package]
+    hide = (
+        "import importlib.util, sys\n"
+        "class Hidden:\n"
+        f"    def find_spec(self, name, *_):\n        if name.partition('.')[0] == {package!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", hide + call], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    last = said.stderr.strip().splitlines()[-1]
+    assert said.returncode == 1
+    assert "Error: " in last
+    assert command in last
+
+
+def test_a_missing_package_of_an_env_names_the_command():
+    def build():
+        import no_such_simulator.core  # pyright: ignore[reportMissingImports]
+
+        return no_such_simulator
+
+    with pytest.raises(jaxvec.EnvError, match=r"no module 'no_such_simulator'\. .*pip install no_such"):
+        jaxvec.make(build, 1, num_workers=1)
+
+
+def test_an_unknown_id_names_the_module_or_the_class():
+    with pytest.raises(NameNotFound, match=r'"MODULE:MyEnv-v0", …\), or pass the class: jaxvec'):
+        jaxvec.make("MyEnv-v0", 2)
+    with pytest.raises(NameNotFound, match="The module json registers no such id"):
+        jaxvec.make("json:MyEnv-v0", 2)
+    with pytest.raises(ModuleNotFoundError, match=r"there is no module 'no_module'; .*pip install no_module"):
+        jaxvec.make("no_module:MyEnv-v0", 2)
 
 
 def test_an_example_says_what_it_needs():
