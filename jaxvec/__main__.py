@@ -1,19 +1,23 @@
-"""Runs the command line of `jaxvec.cli` for `python -m jaxvec`."""
+"""The entry point of the command `jaxvec`, and of `python -m jaxvec`."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Runs the command line of `jaxvec.cli`, and exits."""
+    if not sys.flags.safe_path and (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` does: the env of `jaxvec check` may be a module here
     try:
         if sys.argv[1:2] == ["worker"]:  # must not import jax
             from jaxvec.cli._worker import main as serve
 
             sys.exit(serve(sys.argv[2:]))
-        from jaxvec.cli._main import main  # slow, as it imports jax, so Ctrl-C must work here
+        from jaxvec.cli._main import main as run  # slow, as it imports jax, so Ctrl-C must work here
 
-        code: int = main()
+        code: int = run()
         sys.stdout.flush()
         sys.exit(code)
     except KeyboardInterrupt:
@@ -22,3 +26,7 @@ if __name__ == "__main__":
         # Python flushes stdout at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

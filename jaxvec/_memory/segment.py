@@ -147,7 +147,7 @@ def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[
 def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
     """Yields the path, shape and dtype of every array; the comments name the writers."""
     n = spec.num_envs
-    # Written by workers. It comes first, so that `python -m jaxvec top` finds it without a layout.
+    # Written by workers. It comes first, so that `jaxvec top` finds it without a layout.
     yield ("stats",), (num_workers, _stats.WIDTH), np.dtype(np.int64)
     # The parent writes actions, reset options and seeds, and workers write time steps. A worker that restores
     # a state also writes the reset options in it.

@@ -1,4 +1,4 @@
-"""`python -m jaxvec`: the command line. Workers import from here, so nothing is imported here."""
+"""The command `jaxvec`. Workers import from here, so nothing is imported here."""
 
 
 class UsageError(Exception):

@@ -1,4 +1,4 @@
-"""Benchmarks an env, alone and in pools, for `python -m jaxvec bench`.
+"""Benchmarks an env, alone and in pools, for `jaxvec bench`.
 
 `measure` alternates between plain `env.step` loops, Python loops of `envs.step` and compiled programs, for
 a grid of pool sizes. `report` formats the medians, notes about the machine, and one recommendation. Workers

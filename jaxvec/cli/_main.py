@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of `python -m jaxvec`. `run` may raise `UsageError`, or the typed error of an env."""
+    """A subcommand. `run` may raise `UsageError`, or the typed error of an env."""
 
     name: str
     summary: str
@@ -265,8 +265,8 @@ _DOCTOR = Command(
 with "off: ".
 
 examples:
-  python -m jaxvec doctor
-  python -m jaxvec doctor --json""",
+  jaxvec doctor
+  jaxvec doctor --json""",
     run=_run_doctor,
 )
 
@@ -335,10 +335,10 @@ inside a jitted lax.scan. Measurements alternate, and the output shows medians. 
 "make": TEXT}. The class Measurement in jaxvec/cli/_bench.py describes the fields.
 
 examples:
-  python -m jaxvec bench CartPole-v1
-  python -m jaxvec bench ALE/Pong-v5 --kwargs '{"frameskip": 4}' --num-envs 16,64
-  python -m jaxvec bench my_package.envs:make_env --num-workers 1,2
-  python -m jaxvec bench CartPole-v1 --num-envs 8 --num-workers 1 --seconds 0.02 --json""",
+  jaxvec bench CartPole-v1
+  jaxvec bench ALE/Pong-v5 --kwargs '{"frameskip": 4}' --num-envs 16,64
+  jaxvec bench my_package.envs:make_env --num-workers 1,2
+  jaxvec bench CartPole-v1 --num-envs 8 --num-workers 1 --seconds 0.02 --json""",
     add_arguments=_add_bench_arguments,
     run=_run_bench,
 )
@@ -553,9 +553,9 @@ not fail the check. Actions are legal if the env has a mask of legal actions (--
 "status": "ok", "FAIL", "warn" or "not run", "reason": TEXT, "warnings": COUNT}]}.
 
 examples:
-  python -m jaxvec check CartPole-v1
-  python -m jaxvec check my_package.envs:make_env --kwargs '{"size": 5}'
-  python -m jaxvec check Pendulum-v1 --json""",
+  jaxvec check CartPole-v1
+  jaxvec check my_package.envs:make_env --kwargs '{"size": 5}'
+  jaxvec check Pendulum-v1 --json""",
     add_arguments=_add_target_arguments,
     run=_run_check,
 )
@@ -598,7 +598,7 @@ The copy is one file, whose first lines say how to run it. It needs jaxvec and t
 --json prints {"schema": "jaxvec.new/1", "file": TEXT}.
 
 examples:
-  python -m jaxvec new ppo my_ppo.py""",
+  jaxvec new ppo my_ppo.py""",
     add_arguments=_add_new_arguments,
     run=_run_new,
 )
@@ -631,7 +631,7 @@ processes share counts 1/n. Ctrl-C ends the command.
 --json prints {"schema": "jaxvec.top/1", "pid": PID, "workers": [{…}]} once.
 
 examples:
-  python -m jaxvec top 4711 --once""",
+  jaxvec top 4711 --once""",
     add_arguments=_add_top_arguments,
     run=_run_top,
 )
@@ -678,7 +678,7 @@ worker does not answer.
 index, its first and last "envs", and a "stack".
 
 example:
-  python -m jaxvec stack 4711 --env 17""",
+  jaxvec stack 4711 --env 17""",
     add_arguments=_add_stack_arguments,
     run=_run_stack,
 )
@@ -744,7 +744,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, and returns the exit code (see `EXIT_CODES`).
 
     Args:
-        argv: the arguments after `python -m jaxvec`; by default those of this process.
+        argv: the arguments after `jaxvec`; by default those of this process.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -776,7 +776,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxvec",
+        prog="jaxvec",
         description="Diagnose this installation or a program; check or benchmark an env; start a program.",
         epilog=f"Another command, worker, serves envs of remote pools: see its --help.\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -813,5 +813,5 @@ def _stdout_to_stderr() -> Generator[None]:
 
 
 def _fail(command: Command, why: object, code: int) -> int:
-    print(f"python -m jaxvec {command.name}: {why}", file=sys.stderr)
+    print(f"jaxvec {command.name}: {why}", file=sys.stderr)
     return code

@@ -21,17 +21,17 @@ The command connects to the pool, and serves envs until the pool closes (exit co
 lost, or the pool needs another version, the exit code is 1; start the command again to dial in again.
 The key file has the same content as the key of jaxvec.Remote. A process that has the key can run code here.
 
-example: python -m jaxvec worker --connect learner.example.org:7777 --key-file key.txt --envs 64"""
+example: jaxvec worker --connect learner.example.org:7777 --key-file key.txt --envs 64"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Serves a pool; returns the exit code.
 
     Args:
-        argv: The arguments after `python -m jaxvec worker`.
+        argv: The arguments after `jaxvec worker`.
     """
     parser = ArgumentParser(
-        prog="python -m jaxvec worker",
+        prog="jaxvec worker",
         description="Serve envs of a pool on another machine, for backend=jaxvec.Remote(...).",
         epilog=_DETAILS,
         formatter_class=RawDescriptionHelpFormatter,
@@ -61,5 +61,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(why: object, code: int) -> int:
-    print(f"python -m jaxvec worker: {why}", file=sys.stderr)
+    print(f"jaxvec worker: {why}", file=sys.stderr)
     return code

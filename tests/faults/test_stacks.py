@@ -1,4 +1,4 @@
-"""The stacks of workers that hang: in the error of a timeout, and by `python -m jaxvec stack`."""
+"""The stacks of workers that hang: in the error of a timeout, and by `jaxvec stack`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools over `jaxvec.Remote` and real `python -m jaxvec worker` processes: the local pool is their oracle."""
+"""Pools over `jaxvec.Remote` and real `jaxvec worker` processes: the local pool is their oracle."""
 
 from __future__ import annotations
 

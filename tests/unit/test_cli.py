@@ -12,7 +12,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
@@ -470,7 +472,7 @@ def test_what_is_outside_its_space_is_told_with_its_dtype(run):
 def test_what_can_not_be_done_is_told_in_a_line(run, command, words, said):
     code, out, err = run(command, *words)
     assert (code, out) == (2, "")
-    assert err.startswith(f"python -m jaxvec {command}: ")
+    assert err.startswith(f"jaxvec {command}: ")
     assert said in err
     assert err.count("\n") == 1
 
@@ -503,7 +505,7 @@ def test_words_that_are_not_understood_end_with_the_usage(capsys, words):
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
-    assert "usage: python -m jaxvec" in capsys.readouterr().err
+    assert "usage: jaxvec" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -521,7 +523,7 @@ def test_bench_refuses_before_it_measures(run, words, said):
 def test_a_transport_that_can_not_be_had_says_why(run, monkeypatch, free_choice):
     monkeypatch.setattr(_ffi, "reason_unavailable", lambda: "the native library was not built")
     code, _, err = run("bench", "my_package.envs:Env", *QUICK, "--transport", "ffi")
-    assert (code, err.splitlines()[-1]) == (2, "python -m jaxvec bench: the native library was not built")
+    assert (code, err.splitlines()[-1]) == (2, "jaxvec bench: the native library was not built")
 
 
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
@@ -551,7 +553,7 @@ def test_ctrl_c_ends_it_cleanly():
     finally:
         end(process)
     assert (process.returncode, out) == (130, "")
-    assert err.endswith("python -m jaxvec bench: interrupted\n")
+    assert err.endswith("jaxvec bench: interrupted\n")
     assert "Traceback" not in err
 
 
@@ -594,14 +596,14 @@ EXAMPLES = [
     for command in COMMANDS
     if command.name != "stack"  # which needs another program's pid: tests/faults/test_stacks.py
     for line in command.details.splitlines()
-    if line.startswith("  python -m jaxvec ")
+    if line.startswith("  jaxvec ")
 ]
 
 
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_of_the_help_run(run, example):
-    words = shlex.split(example)[3:]
+    words = shlex.split(example)[1:]
     if "ALE/Pong-v5" in words and importlib.util.find_spec("ale_py") is None:
         assert run(*words)[0] == 2
         pytest.skip("ale_py is not installed, which the command says")
@@ -623,7 +625,7 @@ def test_help_has_examples_exit_codes_and_the_shape_of_json(capsys, command):
     said = capsys.readouterr().out
     assert caught.value.code == 0
     assert f"jaxvec.{command.name}/1" in said
-    assert f"python -m jaxvec {command.name}" in said
+    assert f"jaxvec {command.name}" in said
     assert "130  Ctrl-C" in said
 
 
@@ -647,14 +649,15 @@ def test_a_folder_named_ray_is_not_ray(run, tmp_path, monkeypatch):
         sys.modules.pop("ray")  # the folder
 
 
-def test_stdout_has_only_the_record_though_envs_print():
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxvec", "check", "my_package.envs:Env", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
+@pytest.mark.parametrize(
+    "entry",
+    [[sys.executable, "-m", "jaxvec"], [Path(sysconfig.get_path("scripts"), "jaxvec")]],
+    ids=["module", "command"],
+)
+def test_stdout_has_only_the_record_though_envs_print(entry):
+    """Both ways to start it find an env in the current folder."""
+    command = [*entry, "check", "my_package.envs:Env", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert json.loads(done.stdout)["ok"]
     assert "an env says hello" in done.stderr
 

@@ -1,4 +1,4 @@
-"""The processes of workers, as /proc shows them, and `python -m jaxvec top`."""
+"""The processes of workers, as /proc shows them, and `jaxvec top`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`jaxvec.Remote`: a listener at which hosts of workers dial in, and the pools that use these hosts.
 
-Remote -- makes --> HostLauncher -- one per host --> HostLink (link.py) <-- `python -m jaxvec worker`
+Remote -- makes --> HostLauncher -- one per host --> HostLink (link.py) <-- `jaxvec worker`
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_key(key: bytes) -> bytes:
 class Remote(AbstractContextManager["Remote"], HostsBackend):
     """A listener for worker hosts on other machines, for `make(backend=...)`. It needs no Ray.
 
-    A host is a process `python -m jaxvec worker --connect HOST:PORT --key-file FILE`. It dials in, and serves
+    A host is a process `jaxvec worker --connect HOST:PORT --key-file FILE`. It dials in, and serves
     some envs until their pool closes. A host that was lost is replaced by one that waits, or dials in later.
     Hosts that dial in while none is needed wait until `close`.
 
@@ -97,7 +97,7 @@ class Remote(AbstractContextManager["Remote"], HostsBackend):
         if len(waiting) < self._hosts:
             raise TimeoutError(
                 f"{len(waiting)} of {self._hosts} worker hosts have dialled in to {self.address} within "
-                f"Timeouts.start, {timeout} s; start: python -m jaxvec worker --connect {self.address}"
+                f"Timeouts.start, {timeout} s; start: jaxvec worker --connect {self.address}"
             )
         return min(num_instances, self._hosts * min(host.cores for host in waiting))
 
