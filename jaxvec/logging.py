@@ -1,31 +1,33 @@
 """Episode statistics, run folders and the command line of training programs.
 
-    TimeStep --Episodes.add--> means of the latest episodes --Run.log--> metrics.csv, TensorBoard, W&B
+    TimeStep --Episodes.add--> means of the latest episodes --Run.log--> metrics.csv, other loggers
 
 `Episodes` is a pytree that a compiled loop carries. `Run` writes files on the host: a compiled program calls
-it through `jax.debug.callback`. `training` reads the options of a program, and opens its run.
+it through `jax.debug.callback`. `training` reads the `Options` of a program, and opens its run. `Run.train`
+is the loop of a program: updates, saves, evaluations and signals.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib
 import importlib.metadata
 import io
 import json
+import os
 import platform
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import gymnasium
 import jax
@@ -34,22 +36,23 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
+from jaxvec import _util
 from jaxvec._envs.constructors import find_spec
 from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
 from jaxvec._util import import_optional
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks._functions import restore, step
+from jaxvec.callbacks._functions import reset, restore, step
 from jaxvec.callbacks._handle import Handle
+from jaxvec.callbacks._make import make
 
-__all__ = ["Episodes", "Run", "option", "play_episodes", "training"]
-
-Options = TypeVar("Options")
+__all__ = ["Episodes", "Options", "Run", "play_episodes", "training"]
 
 _PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax", "orbax-checkpoint")
-_STATE = "state.npz"
+_CHECKPOINTS = "checkpoints"
 _TIMES = {"env_steps", "seconds", "steps_per_second"}  # columns of `Run` itself
 _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
+_CONTINUE, _SAVE, _STOP = range(3)  # what a compiled loop does after an update
 
 
 class Episodes(NamedTuple):
@@ -175,6 +178,84 @@ def play_episodes(
     return jnp.where(cut, jnp.nan, returns.reshape(len(returns), -1).mean(1))
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options that training programs have in common. A program adds its own in a subclass.
+
+    `training` reads them from the command line. The comment of a field is its text in `--help`.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+        from jaxvec.logging import Options
+
+        @dataclass(frozen=True)
+        class Config(Options):
+            lr: float = 1e-3  # learning rate
+
+        print(Config(num_envs=8, total_steps=1000).num_updates)  # 2
+        ```
+    """
+
+    env: str = "CartPole-v1"  # Gymnasium id, MODULE:ID if the module registers it, or MODULE:CLASS
+    env_kwargs: str = "{}"  # JSON object with arguments of the env, such as '{"gravity": 5}'
+    num_envs: int = 64  # number of envs
+    num_workers: int | None = None  # number of worker processes; by default, one per usable core
+    spare_envs: int = 0  # number of envs that each worker resets in advance, for envs with slow resets
+    total_steps: int = 500_000  # env steps, rounded up to whole updates
+    num_steps: int = 64  # steps of each env in an update
+    stop_at: float | None = None  # stop once the mean return of the latest 100 episodes reaches this value
+    save_every: float = 60.0  # seconds between two saves; the first one follows the first update
+    eval_episodes: int = 8  # episodes of an evaluation
+    eval_steps: int = 10_000  # maximum number of steps of an evaluated episode
+    seed: int = 0  # random seed
+    name: str | None = None  # name of the folder in runs; by default program, env, seed and time
+    video: int = 0  # number of envs, or of episodes of --evaluate, to film; needs moviepy
+    logger: Literal["tensorboard", "trackio", "wandb"] | None = None  # also log there
+    resume: Path | None = None  # continue the run in this folder, with its options
+    evaluate: Path | None = (
+        None  # play episodes with the policy of the run in this folder, and print the mean
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the options that all programs have; a ValueError becomes a usage error."""
+        if min(self.num_envs, self.total_steps, self.num_steps, self.eval_episodes) < 1:
+            raise ValueError("the numbers of envs, steps and episodes must be at least 1")
+        self.env_arguments()
+
+    @property
+    def steps_per_update(self) -> int:
+        """Number of env steps of an update."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the whole run."""
+        return -(-self.total_steps // self.steps_per_update)
+
+    def env_fn(self) -> Any:
+        """Returns the env for `jaxvec.make`: the id, or the class that `MODULE:CLASS` names."""
+        module, _, name = self.env.rpartition(":")
+        found: Any = getattr(importlib.import_module(module), name, None) if module else None
+        if callable(found):
+            return found
+        find_spec(self.env)  # raises an error that says why there is no such env
+        return self.env
+
+    def env_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the env, from the JSON of `env_kwargs`."""
+        try:
+            arguments = json.loads(self.env_kwargs)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--env-kwargs is not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ValueError('--env-kwargs must be a JSON object, such as {"gravity": 5}')
+        return arguments
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
 class Run:
     """A folder with the configuration, the metrics and the results of a training run.
 
@@ -184,6 +265,10 @@ class Run:
     Attributes:
         folder: Path of the folder.
         env_steps: Env steps so far, as of the latest `log`.
+        options: Options of the program, if `training` opened the run.
+        loggers: Objects with a method `log(metrics, step)`, such as a run of Weights & Biases or trackio.
+            They get each line of metrics, too, as a dict of numbers. At the end, their method `finish` or
+            `close` is called, if they have one.
 
     Example:
         ```python
@@ -202,11 +287,11 @@ class Run:
         config: Mapping[str, Any] | None = None,
         *,
         total_steps: int | None = None,
+        save_every: float = 60.0,
         resume: bool = False,
         evaluate: bool = False,
         progress: bool = True,
-        tensorboard: bool = False,
-        wandb: bool = False,
+        loggers: Sequence[Any] = (),
     ) -> None:
         """Creates the folder.
 
@@ -214,39 +299,35 @@ class Run:
             folder: Path of the folder, such as `"runs/ppo"`. It must not contain a run, unless resumed.
             config: Options of the program for `config.json`, which also contains versions of packages.
             total_steps: Env steps of the whole run, for the progress line.
+            save_every: Seconds after a save, until `save_due` is True again.
             resume: Whether to continue the run in `folder` from its last `save`. Later lines are removed, and
                 those of the same step are replaced if they are logged again.
             evaluate: Whether to only read the run in `folder`. Then `load` returns the state of training as
                 of the last `save`, without that of the envs.
             progress: Whether to show progress on stderr.
-            tensorboard: Whether to write event files for TensorBoard, too; needs `tensorboardX`.
-            wandb: Whether to log to Weights & Biases, too; needs `wandb`.
+            loggers: First entries of the attribute `loggers`.
 
         Raises:
             FileExistsError: The folder contains a run.
             FileNotFoundError: The run to resume or evaluate has not been saved.
-            ImportError: `tensorboardX` or `wandb` is missing.
         """
         self.folder: Path = Path(folder)
+        self.loggers: list[Any] = [*loggers]
         self._csv = self.folder / "metrics.csv"
         self._total, self._progress = total_steps, progress
         self._rows: list[dict[str, Any]] = []
-        self._saved: Mapping[str, Any] | None = None  # by the run to resume or evaluate
+        self._saved: Any = None  # by the run to resume or evaluate
         self._evaluate = evaluate
+        self.options: Options = Options()
         if resume or evaluate:
-            with np.load(self.folder / _STATE) as file:
-                self._saved = dict(file)
-            self._rows = self._read(self._saved["env_steps"])
+            self._saved = self._read_checkpoint()
+            self._rows = self._read_metrics(int(self._saved["env_steps"]))
         elif self._csv.exists():
             raise FileExistsError(f"{folder} contains a run; choose another name, or resume it")
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._saved is None:
             record = {"config": dict(config or {}), "versions": _versions()}
             (self.folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-        path, name = str(self.folder), self.folder.name
-        self._tensorboard: Any = tensorboard and _package("tensorboardX").SummaryWriter(path)
-        options: Any = {"dir": path, "name": name, "config": dict(config or {}), "resume": "allow"}
-        self._wandb: Any = wandb and _package("wandb").init(**options, id=name)
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         if resume:
             self._rewrite()
@@ -256,8 +337,9 @@ class Run:
         self._resumed = {(row["env_steps"], frozenset(row.keys() - _TIMES)): row for row in self._rows}
         self._seconds = before["seconds"]
         self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
-        self._signals: socket.socket | None = None
-        self._stopping = False
+        self._first: tuple[float, float] | None = None  # steps and seconds of the first log in this process
+        self._save_every, self._saved_at = save_every, -np.inf
+        self._stopping = False  # set by the thread of `signals`
 
     def __enter__(self) -> Self:
         return self
@@ -282,9 +364,7 @@ class Run:
         row |= {name: +np.asarray(value).item() for name, value in metrics.items()}  # `+`: bools as 0 and 1
         if steps > self.env_steps:
             self.env_steps, self._seconds = int(steps), seconds
-            shown = f"{steps:,} steps  {rate:,.0f} steps/s  return {row.get('episode_return', np.nan):.1f}"
-            share = min(steps / self._total, 1) if self._total else None  # whole updates may exceed it
-            self.show(shown if share is None else f"{share:4.0%}  {shown}", share == 1)
+            self._show_progress(steps, rate, row.get("episode_return", np.nan))
         else:
             del row["steps_per_second"]  # a second row of the same steps, such as of an evaluation
         if again := self._resumed.pop((steps, frozenset(metrics)), None):
@@ -298,13 +378,24 @@ class Run:
         else:
             with self._csv.open("a", newline="") as file:
                 csv.DictWriter(file, self._columns).writerow(row)
-        if self._tensorboard:
-            for name, value in row.items():
-                self._tensorboard.add_scalar(name, value, steps)
-        if self._wandb:
-            self._wandb.log(row, step=int(steps))
+        for logger in self.loggers:
+            logger.log(row, step=int(steps))
 
-    def _read(self, env_steps: int) -> list[dict[str, Any]]:
+    def _show_progress(self, steps: float, rate: float, mean: float) -> None:
+        shown = f"{steps:,} steps  {rate:,.0f} steps/s  mean return {mean:.5g}"
+        if self._total:
+            share = min(steps / self._total, 1)  # whole updates may exceed it
+            shown = f"{share:4.0%}  {shown}"
+            if self._first and share < 1:
+                first, start = self._first  # after compilation
+                left = (self._total - steps) * (self._seconds - start) / (steps - first)
+                shown += f"  {_duration(left)} left"
+        # The first line says at once that compilation is over, and the last one that training is.
+        always = self._first is None or (self._total is not None and steps >= self._total)
+        self._first = self._first or (steps, self._seconds)
+        self.show(shown, always)
+
+    def _read_metrics(self, env_steps: int) -> list[dict[str, Any]]:
         """Returns the rows up to `env_steps`. A program that was killed may have cut the last line."""
         text = self._csv.read_text() if self._csv.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
@@ -331,43 +422,63 @@ class Run:
 
     @contextmanager
     def signals(self) -> Generator[None]:
-        """Within the block, Ctrl-C and SIGTERM do not end the program, but make `stopping` return True.
+        """Within the block, Ctrl-C and SIGTERM make `stopping` return True, and print a line at once.
 
-        Use it in the main thread, around a program that checks `stopping`.
+        The same signal again ends the process at once, with exit code 130. So does the first one before the
+        first `log`, while the program compiles: then nothing is lost. Use it in the main thread, around a
+        program that checks `stopping`.
         """
-        # Python calls handlers in the main thread, which waits for the compiled program. The wakeup fd
-        # receives the signal at once.
-        self._signals, writer = socket.socketpair()
-        self._signals.setblocking(False)
-        writer.setblocking(False)
-        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        # Python calls handlers in the main thread, which waits for the compiled program. A thread receives
+        # the signal at once, through the wakeup fd.
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         caught = (signal.SIGINT, signal.SIGTERM)
         handlers = [signal.signal(each, lambda *_: None) for each in caught]
+        thread = threading.Thread(target=self._receive_signals, args=(receiver,), daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            self._check()
             for each, handler in zip(caught, handlers, strict=True):
                 signal.signal(each, handler)
             signal.set_wakeup_fd(before)
-            writer.close()
-            self._signals.close()
-            self._signals = None
+            sender.close()
+            thread.join()
+            receiver.close()
+
+    def _receive_signals(self, receiver: socket.socket) -> None:
+        seen: set[int] = set()  # a terminal's SIGINT and a launcher's SIGTERM are one request
+        while received := receiver.recv(1):
+            number = received[0]
+            if number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            newline = "\n" if sys.stderr.isatty() else ""
+            if number in seen or self._first is None:
+                # A normal exit would wait for the compiler or the program. Workers end with this process.
+                sys.stderr.write(f"{newline}interrupted\n")
+                sys.stdout.flush()
+                os._exit(130)
+            seen.add(number)
+            if self._progress and not self._stopping:
+                text = "stopping: this update is completed and saved; Ctrl-C again ends the program at once"
+                sys.stderr.write(f"{newline}{text}\n")
+                sys.stderr.flush()
+            self._stopping = True
 
     @property
     def stopped(self) -> bool:
         """Whether Ctrl-C or SIGTERM has arrived inside `signals`."""
-        return bool(self._check())
+        return self._stopping
+
+    @property
+    def save_due(self) -> bool:
+        """Whether the last `save` is `save_every` seconds ago, or there was none."""
+        return time.perf_counter() - self._saved_at >= self._save_every
 
     def stopping(self) -> jax.Array:
         """Returns whether the program should stop, bool `[]`, inside `jit`; see `signals`."""
-        return io_callback(self._check, jax.ShapeDtypeStruct((), jnp.bool_))
-
-    def _check(self) -> np.bool_:
-        with suppress(BlockingIOError):
-            received = self._signals.recv(64) if self._signals else b""
-            self._stopping |= bool({signal.SIGINT, signal.SIGTERM} & {*received})
-        return np.bool_(self._stopping)
+        return io_callback(lambda: np.bool_(self._stopping), jax.ShapeDtypeStruct((), jnp.bool_))
 
     def write(self, name: str, data: bytes) -> None:
         """Replaces a file of the folder, in one step: if the program is killed, the old file stays."""
@@ -375,43 +486,60 @@ class Run:
         temporary.write_bytes(data)
         temporary.replace(self.folder / name)
 
+    @contextmanager
+    def _checkpoints(self) -> Generator[tuple[Any, Any]]:
+        """Yields Orbax's module and its `CheckpointManager`, which keeps the newest checkpoint."""
+        ocp: Any = import_optional(
+            "orbax.checkpoint", "jaxvec.logging.Run", "orbax-checkpoint"
+        )  # takes 0.8 s, so only where it is needed
+        # Each process has its own run, so it does not wait for the others.
+        here = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
+        options: Any = {"max_to_keep": 1, "enable_async_checkpointing": False, "create": False}
+        options = ocp.CheckpointManagerOptions(multiprocessing_options=alone, **options)
+        with ocp.CheckpointManager((self.folder / _CHECKPOINTS).absolute(), options=options) as manager:
+            yield ocp, manager
+
+    def _read_checkpoint(self) -> Any:
+        missing = FileNotFoundError(f"{self.folder} has no checkpoint: the run has saved nothing")
+        if not (self.folder / _CHECKPOINTS).is_dir():
+            raise missing
+        with self._checkpoints() as (ocp, manager):
+            if manager.latest_step() is None:
+                raise missing
+            return manager.restore(None, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
+
     def save(
         self, learned: Any, playing: Any = None, envs: VectorEnv | None = None, *, params: Any = None
     ) -> None:
-        """Writes `state.npz`, from which `Run(folder, resume=True)` continues, and then the folder `params`.
+        """Writes a checkpoint by Orbax, from which `Run(folder, resume=True)` continues.
 
-        Both replace those of the last save in one step: if the program is killed, the old ones stay.
+        It replaces the last one in one step: if the program is killed, the old one stays.
 
         Args:
             learned: Pytree of arrays with the state of training: parameters, optimizer state, statistics.
             playing: Pytree with the state of the running episodes: the handle, observations, memories.
             envs: The envs, made with `states` of at least `num_envs`, to save their states, too. Without
                 them, or if the states cannot be saved, a resumed run starts new episodes.
-            params: Pytree to write by Orbax's `CheckpointManager`, as NumPy arrays; None for empty ones.
+            params: Pytree for other programs, the item `params` of the checkpoint. Empty arrays are None.
         """
         jax.effects_barrier()  # waits for the last log
-        packed, data = np.zeros(0, np.uint8), io.BytesIO()
+        packed = np.zeros(0, np.uint8)
         if envs is not None:
             with suppress(EnvStateError):  # an env has a state that cannot be saved
                 packed = envs.pack_states()
         leaves, _ = _leaves_by_name(learned, playing if packed.size else None)
-        arrays: Any = {
-            name: np.asarray(leaf) for name, leaf in leaves.items() if not isinstance(leaf, Handle)
-        }
-        np.savez(data, allow_pickle=False, env_steps=self.env_steps, envs=packed, **arrays)
-        self.write(_STATE, data.getvalue())
-        if params is not None:
-            ocp = _package("orbax-checkpoint", "orbax.checkpoint")
+        leaves = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Handle)}
+        state = {"env_steps": np.int64(self.env_steps), "envs": packed, "leaves": leaves}
+        items = {"state": state} | ({} if params is None else {"params": params})
+        # Orbax refuses arrays of size 0.
+        arrays = jax.tree.map(lambda leaf: np.asarray(leaf) if np.size(leaf) else None, items)
+        (self.folder / _CHECKPOINTS).mkdir(exist_ok=True)
+        with self._checkpoints() as (ocp, manager):
+            saved = {name: ocp.args.StandardSave(item) for name, item in arrays.items()}
             # The manager deletes the old checkpoint after the new one is complete and has its name.
-            here, folder = jax.process_index(), (self.folder / "params").absolute()
-            folder.mkdir(exist_ok=True)
-            # Each process has its own run, so it does not wait for the others.
-            alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
-            options: Any = {"max_to_keep": 1, "enable_async_checkpointing": False, "create": False}
-            options = ocp.CheckpointManagerOptions(multiprocessing_options=alone, **options)
-            with ocp.CheckpointManager(folder, options=options) as manager:
-                whole = jax.tree.map(lambda leaf: np.asarray(leaf) if np.size(leaf) else None, params)
-                manager.save((manager.latest_step() or 0) + 1, args=ocp.args.StandardSave(whole))
+            manager.save((manager.latest_step() or 0) + 1, args=ocp.args.Composite(**saved))
+        self._saved_at = time.perf_counter()
 
     def load(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> tuple[Any, Any]:
         """Returns `learned` and `playing` of the last `save`, if the run is resumed; else the arguments.
@@ -429,55 +557,190 @@ class Run:
         if self._saved is None:
             return learned, playing
         packed = self._saved["envs"]
-        same = packed.size > 0 and envs is not None and not self._evaluate
+        same = packed is not None and envs is not None and not self._evaluate
         leaves, structure = _leaves_by_name(learned, playing if same else None)
         for name, leaf in leaves.items():
             if envs is not None and isinstance(leaf, Handle):
                 leaves[name], _ = restore(leaf, envs.unpack_states(packed))
                 continue
-            found = self._saved.get(name)
-            if found is None or (found.shape, found.itemsize) != (leaf.shape, leaf.dtype.itemsize):
+            found = self._saved["leaves"].get(name)
+            if leaf.size and (found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype)):
                 raise ValueError(
-                    f"{self.folder / _STATE} has no {name} of shape {leaf.shape} and dtype {leaf.dtype}; "
-                    "resume the run with the options and the program that wrote it"
+                    f"the checkpoint of {self.folder} has no {name} of shape {leaf.shape} and dtype "
+                    f"{leaf.dtype}; resume the run with the options and the program that wrote it"
                 )
-            leaves[name] = jnp.asarray(found.view(leaf.dtype))  # NumPy saves bfloat16 as raw bytes
+            leaves[name] = jnp.asarray(found) if leaf.size else leaf
         loaded = jax.tree.unflatten(structure, leaves.values())
         return loaded["learned"], loaded["playing"] if same else playing
+
+    def train(
+        self,
+        envs: VectorEnv,
+        begin: Callable[[Handle, TimeStep], tuple[Any, Any]],
+        update: Callable[[Any, Any], tuple[Any, Any, dict[str, jax.Array]]],
+        *,
+        params: Callable[[Any], Any],
+        act: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None,
+        evaluate: Callable[[Any], dict[str, jax.Array]] | None = None,
+        infos: Sequence[str] = (),
+        evaluate_at_saves: bool = True,
+    ) -> Any:
+        """Trains with the options of `training`, and returns the last state of training.
+
+        One compiled `while_loop` repeats `update`, and logs its metrics. It returns to Python after the first
+        update and then every `save_every` seconds, to save and, except for the first time, to evaluate. With
+        `--resume` it continues, and with `--evaluate` it only evaluates.
+
+        Args:
+            envs: The envs, which are reset with `seed`. Their states are saved, too, if they have `states`.
+            begin: Function of the handle and the time step of the reset. It returns the state of training, a
+                pytree with an attribute `number`, the updates so far; and that of the running episodes.
+            update: Function of both states. It returns the next ones, and metrics, a dict of arrays `[]`.
+            params: Function of the state of training; what other programs may read, see `save`.
+            act: Function that chooses actions in evaluations; see `play`. Without it and `evaluate`, there
+                are none.
+            evaluate: Function of the state of training in place of `act`. It returns a dict of arrays with a
+                value for each episode.
+            infos: Keys of infos for `act`.
+            evaluate_at_saves: Whether to evaluate during training, too, and not only with `--evaluate`.
+        """
+        options, stop_at = self.options, self.options.stop_at
+        goal = np.inf if stop_at is None else stop_at
+
+        def pause(reached: Any) -> Any:
+            return np.int32(_STOP if self._stopping or reached else _SAVE if self.save_due else _CONTINUE)
+
+        def body(carry: Any) -> Any:
+            state, playing, metrics = update(*carry[:2])
+            self.log(state.number * options.steps_per_update, **metrics)
+            reached = metrics.get("episode_return", -jnp.inf) >= goal
+            return state, playing, io_callback(pause, jax.ShapeDtypeStruct((), jnp.int32), reached)
+
+        @jax.jit
+        def repeat(state: Any, playing: Any) -> Any:
+            unfinished = lambda carry: (carry[0].number < options.num_updates) & (carry[2] == _CONTINUE)  # noqa: E731
+            return jax.lax.while_loop(unfinished, body, (state, playing, jnp.int32(_CONTINUE)))
+
+        play = jax.jit(act) if act else None
+
+        def score(state: Any) -> dict[str, Any]:
+            if evaluate is not None:
+                return evaluate(state)
+            return {"evaluation": self.play(partial(play, state), infos)} if play else {}
+
+        with self.signals():
+            self.show("compiling")
+            state, playing = self.load(*jax.jit(begin)(*reset(envs, seed=options.seed)), envs=envs)
+            if self._evaluate:
+                self.report(**score(state))
+                return state
+            after, first = _CONTINUE, True
+            while state.number < options.num_updates and after != _STOP:
+                state, playing, after = jax.block_until_ready(repeat(state, playing))
+                self.save(state, playing, envs, params=params(state))
+                last = after == _STOP or state.number >= options.num_updates
+                if evaluate_at_saves and not self._stopping and (last or not first):
+                    means = {name: np.mean(values) for name, values in score(state).items()}
+                    if not self._stopping:  # else the episodes were cut
+                        self.log(state.number * options.steps_per_update, **means)
+                first = False
+        return state
+
+    def play(
+        self, act: Callable[[Any, Any, Any], tuple[Any, Any]], infos: Sequence[str] = ()
+    ) -> NDArray[np.float64]:
+        """Plays episodes in plain Gymnasium, without a pool, with the options of `training`.
+
+        With `--evaluate` and `--video`, it films the first episodes, into the folder `videos`.
+
+        Args:
+            act: Function of the memory, the observations and a dict of infos, with leaves `[num_episodes]`.
+                It returns the next memory and the actions. The first memory is None.
+            infos: Keys of the infos that it needs.
+
+        Returns:
+            Returns of the episodes, `[num_episodes]` float64. If an env has several rewards, their means.
+        """
+        options = self.options
+        arguments, construct = options.env_arguments(), _constructor(options.env_fn())
+        film = self.film(construct, options.video) if self._evaluate and options.video else None
+        numbers = range(options.eval_episodes)
+        envs = [film(number, **arguments) if film else construct(**arguments) for number in numbers]
+        latest = [env.reset(seed=options.seed + 10_000 + number) for number, env in enumerate(envs)]
+        returns, running, memory = np.zeros(len(envs)), [*range(len(envs))], None
+        for _ in range(options.eval_steps):
+            obs, info = zip(*latest, strict=True)
+            stacked = {name: np.stack([each[name] for each in info]) for name in infos}
+            memory, actions = act(memory, jax.tree.map(lambda *leaves: np.stack(leaves), *obs), stacked)
+            actions = jax.tree.map(np.asarray, actions)
+            for number in [*running]:
+                action = jax.tree.map(lambda leaf, number=number: leaf[number], actions)
+                env = envs[number]
+                *latest_obs, reward, terminated, truncated, info = env.step(
+                    _to_space(env.action_space, action)
+                )
+                latest[number] = latest_obs[0], info
+                returns[number] += np.mean(np.asarray(reward))
+                if terminated or truncated:
+                    running.remove(number)
+            if not running or self._stopping:
+                break
+        for env in envs:
+            env.close()
+        return returns
+
+    def make(self, *, video: int | None = None, **options: Any) -> VectorEnv:
+        """Makes the envs of the options of `training` by `jaxvec.make`. Their states can be saved.
+
+        Args:
+            video: Number of envs to film; by default that of the options, and 0 if the run is evaluated.
+            **options: Further arguments of `jaxvec.make`, which replace those of the options.
+        """
+        given = self.options
+        spare = {"spare_envs": given.spare_envs} if given.spare_envs else {}
+        chosen = {"num_envs": given.num_envs, "num_workers": given.num_workers, **spare, **options}
+        chosen = {"states": chosen["num_envs"]} | chosen
+        if video is None:
+            video = 0 if self._evaluate else given.video
+        return make(self.film(given.env_fn(), video), **chosen, **given.env_arguments())
 
     def film(self, env: str | Callable[..., gymnasium.Env[Any, Any]], number: int) -> Any:
         """Returns an argument for `make` which films the first envs by Gymnasium's `RecordVideo`.
 
         Further arguments of `make` are passed to the envs, as without films.
 
-        The films, in the folder `videos`, show the episodes 0, 1, 8, 27, ..., 1000, 2000, ... of each. They
-        need the package `moviepy`.
+        The films, in the folder `videos`, show the episodes 0, 1, 8, 27, ..., 1000, 2000, ... of each, or all
+        if the run is evaluated. They need the package `moviepy`.
 
         Args:
             env: Gymnasium id, or a function that makes an env and takes the keyword `render_mode`.
-            number: Number of envs to film. With 0, or if the run is evaluated, the result is `env`.
+            number: Number of envs to film. With 0, the result is `env`.
         """
-        if not number or self._evaluate:
+        if not number:
             return env
-        make = partial(gymnasium.make, find_spec(env)) if isinstance(env, str) else env
+        construct = _constructor(env)
         videos = str(self.folder.absolute() / "videos")
         start = f"from_{self.env_steps}_" if self.env_steps else ""  # a resumed run may start new episodes
+        start, name = ("", "evaluation") if self._evaluate else (start, "env")
+        choice: Any = {"episode_trigger": lambda _: True} if self._evaluate else {}
 
         # Workers call it, and must not import JAX.
         def constructor(index: int, **arguments: Any) -> gymnasium.Env[Any, Any]:
             if index >= number:
-                return make(**arguments)
-            film = make(render_mode="rgb_array", **arguments)
-            options: Any = {"name_prefix": f"{start}env_{index}", "disable_logger": True}
+                return construct(**arguments)
+            film = construct(render_mode="rgb_array", **arguments)
+            options: Any = {"name_prefix": f"{start}{name}_{index}", "disable_logger": True, **choice}
             with warnings.catch_warnings(action="ignore"):  # of films of other envs in the folder
                 return gymnasium.wrappers.RecordVideo(film, videos, **options)
 
         return constructor
 
-    def report(self, returns: Any) -> None:
-        """Prints the result of an evaluation: mean and standard deviation of returns, `[num_episodes]`."""
-        returns = np.asarray(returns)
-        print(f"mean return {returns.mean():.6g} ± {returns.std():.3g} over {returns.size} episodes")
+    def report(self, evaluation: Any, **others: Any) -> None:
+        """Prints the result of an evaluation: mean and standard deviation of values of episodes, `[n]`."""
+        for name, each in {"evaluation": evaluation, **others}.items():
+            each = np.asarray(each)
+            label = "mean return" if name == "evaluation" else name
+            print(f"{label} {each.mean():.6g} ± {each.std():.3g} over {each.size} episodes")
 
     def latest(self, name: str) -> float:
         """Returns the latest value of a metric; NaN without one."""
@@ -489,12 +752,14 @@ class Run:
         return {name: np.array([row.get(name, np.nan) for row in rows], float) for name in self._columns}
 
     def close(self) -> None:
-        """Draws the curve, and closes the files."""
+        """Draws the curve, and closes the loggers."""
         jax.effects_barrier()  # waits for the last log
         if self._progress and sys.stderr.isatty():
             sys.stderr.write("\n")
-        for writer in filter(None, (self._tensorboard, self._wandb)):
-            (writer.close if writer is self._tensorboard else writer.finish)()
+        for logger in self.loggers:
+            end = getattr(logger, "finish", None) or getattr(logger, "close", None)
+            if end is not None:
+                end()
         if "episode_return" not in self._columns or self._evaluate:
             return
         try:
@@ -516,52 +781,71 @@ def _leaves_by_name(learned: Any, playing: Any) -> tuple[dict[str, Any], Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
 
 
-def option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
-    """Declares a field of a dataclass as a command-line option of `training`.
+def _constructor(env: str | Callable[..., gymnasium.Env[Any, Any]]) -> Callable[..., gymnasium.Env[Any, Any]]:
+    return partial(gymnasium.make, find_spec(env)) if isinstance(env, str) else env
 
-    Args:
-        default: Value without the option.
-        text: Text for `--help`.
-        kind: Function that converts the text of the option; by default, the type of `default`.
 
-    Example:
-        ```python
-        lr = jaxvec.logging.option(1e-3, "learning rate")
-        print(lr.default, lr.metadata["help"])  # 0.001 learning rate
-        ```
-    """
-    flag = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {}
-    return field(default=default, metadata={"help": text, **(flag or {"type": kind or type(default)})})
+def _to_space(space: gymnasium.Space[Any], action: Any) -> Any:
+    """Converts NumPy numbers to those of a space, which have the dtypes of JAX's."""
+    if isinstance(space, gymnasium.spaces.Dict):
+        return {name: _to_space(each, action[name]) for name, each in space.items()}
+    return int(action) if isinstance(space, gymnasium.spaces.Discrete) else np.asarray(action, space.dtype)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class _TensorBoard:
+    """Writes metrics as event files into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = import_optional("tensorboardX", "jaxvec.logging").SummaryWriter(str(folder))
+        self.close = self._writer.close
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+
+def _open_logger(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    if name == "tensorboard":
+        return _TensorBoard(folder)
+    # trackio has the interface of wandb. A resumed run continues under its name.
+    options = {"project": "jaxvec", "name": folder.name, "config": dict(config), "resume": "allow"}
+    options |= {"id": folder.name, "dir": str(folder)} if name == "wandb" else {}
+    return import_optional(name, "jaxvec.logging").init(**options)
+
+
+@dataclass(frozen=True)
+class _Source:
+    resume: Path | None = None
+    evaluate: Path | None = None
 
 
 @contextmanager
 def training(
-    options: type[Options],
+    options: type[OptionsT],
     argv: Sequence[str] | None = None,
     *,
     program: str,
-    about: str | None = None,
-    check_env: bool = True,
     quiet: bool = False,
-) -> Generator[tuple[Options, Run]]:
-    """Reads the options of a training program, and opens its run in the folder `runs`.
+) -> Generator[tuple[OptionsT, Run]]:
+    """Reads the options of a training program by `tyro`, and opens its run in the folder `runs`.
 
     At the end of the block it prints the score. After a Ctrl-C or SIGTERM it prints a line, and exits with
-    code 130. Wrong options end the program with a usage error. `--resume RUN` continues a run with its
-    options, except those that are given again.
+    code 130. Wrong options end the program with a usage error. With `--resume RUN` and `--evaluate RUN`, the
+    options are those of the run, except those that are given again.
 
     Args:
-        options: Dataclass with the options as fields, declared with `option`. It must have `seed` and
-            `name`, the folder in `runs` or None. If they are fields, `env` is part of the default name, and
-            `total_steps`, `tensorboard` and `wandb` are passed to `Run`. A field `evaluate` is None, or the
-            folder of a run to evaluate with its options: the program loads it, plays episodes and calls
-            `run.report`. A ValueError in `__post_init__` becomes a usage error.
+        options: `Options`, or a subclass with further options. Its docstring is the description of `--help`.
         argv: Words of the command line; by default those of this process.
         program: Name of the program, for the default name of the folder.
-        about: Description for `--help`.
-        check_env: Whether `env`, if it is a field, must be a Gymnasium id.
-        quiet: Whether to print no progress and no score, and to use neither TensorBoard nor W&B, such as in
-            all but one of several processes.
+        quiet: Whether to print no progress and no score, and to use no other logger, such as in all but one
+            of several processes.
 
     Raises:
         SystemExit: Options are wrong, or a signal ended the run.
@@ -569,68 +853,70 @@ def training(
     Example:
         ```python
         from dataclasses import dataclass
-        from jaxvec.logging import option, training
+        from jaxvec.logging import Options, training
 
         @dataclass(frozen=True)
-        class Config:
-            env: str = option("CartPole-v1", "Gymnasium id")
-            seed: int = option(0, "random seed")
-            name: str | None = option(None, "name of the folder in runs", str)
+        class Config(Options):
+            lr: float = 1e-3  # learning rate
 
         with training(Config, ["--seed", "3"], program="mine") as (config, run), run.signals():
-            run.log(3, episode_return=1.0)  # or train until `run.stopping()`, and call `run.save`
+            run.log(3, episode_return=1.0)  # or call `run.train`
         print(run.env_steps)  # 3
         ```
     """
-    defaults = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=defaults)
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
-    for each in fields(options):  # pyright: ignore[reportArgumentType]
-        parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
     try:
-        given = vars(parser.parse_args(argv))
-        resumed, evaluated = given["resume"], given.get("evaluate")
-        if resumed and evaluated:
+        tyro: Any = import_optional("tyro", "jaxvec.logging")
+    except ImportError as error:
+        raise ImportError(
+            f"the options need tyro, of the extra [demo]: {_util.install_command('demo')}"
+        ) from error
+    source, _ = tyro.cli(_Source, args=argv, return_unknown_args=True, add_help=False)
+    old = source.evaluate or source.resume
+    try:
+        if source.evaluate and source.resume:
             raise ValueError("--evaluate and --resume exclude each other")
-        old = Path(evaluated) if evaluated else resumed
-        if old:  # with its options, except those that are given again
-            parser.set_defaults(**json.loads((old / "config.json").read_text())["config"])
-            if not (old / _STATE).exists():
-                raise ValueError(f"{old} has no {_STATE}: the run saved nothing to continue from or evaluate")
-        known = vars(parser.parse_args(argv))
-        del known["resume"]
-        config = options(**known)
-        if check_env and "env" in known:
-            find_spec(known["env"])  # imports its module, as `make` does
-    except (gymnasium.error.Error, OSError, ValueError, ImportError) as error:
-        parser.error(str(error))
-    env = [known["env"].replace("/", "-")] if "env" in known else []
-    default = "_".join([program, *env, str(known["seed"]), time.strftime("%Y%m%d-%H%M%S")])
-    folder = old or Path("runs") / (known["name"] or default)
-    extra = not quiet and not evaluated
-    run_options = {name: known.get(name, False) and extra for name in ("tensorboard", "wandb")}
-    run_options |= {"total_steps": known.get("total_steps"), "resume": bool(resumed)}
+        saved = json.loads((old / "config.json").read_text())["config"] if old else {}
+        lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+        values: Any = {**saved, **lists, "resume": None, "evaluate": None}
+        default = options(**values)
+        config: OptionsT = tyro.cli(options, args=argv, default=default)
+        config.env_fn()  # raises an error if there is no such env
+        folder = old or Path("runs") / (config.name or _default_name(program, config))
+        extra = not quiet and not config.evaluate
+        known = {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()
+        }
+        run_options: Any = {"resume": config.resume is not None, "evaluate": config.evaluate is not None}
+        run_options |= {"total_steps": config.total_steps, "save_every": config.save_every}
+        loggers = [_open_logger(config.logger, folder, known)] if config.logger and extra else []
+        opened = Run(folder, known, progress=not quiet, loggers=loggers, **run_options)
+    except (gymnasium.error.Error, OSError, TypeError, ValueError, ImportError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    opened.options = config
     try:
-        with Run(folder, known, progress=not quiet, evaluate=bool(evaluated), **run_options) as run:
+        with opened as run:
             yield config, run
     except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
         sys.stderr.write("interrupted\n")
         raise SystemExit(130) from None
     mean, score = run.latest("episode_return"), run.latest("evaluation")
-    score = mean if np.isnan(score) else score
-    steps = f"{run.env_steps:,} env steps"
-    text = f"score {score:.6g}, mean return {mean:.1f}, {steps}\nresults are in {folder}"
+    text = f"mean return {mean:.5g} of the latest 100 episodes, {run.env_steps:,} env steps"
     if run.stopped:
-        text = f"stopped after {steps}, score {score:.6g}; continue with --resume {folder}"
+        text = f"stopped: {text}; continue with --resume {folder}"
+    elif not np.isnan(score):
+        text = (
+            f"score {score:.6g}: mean return of {config.eval_episodes} episodes with the best actions\n{text}"
+        )
     if extra:
-        print(text)
+        print(text if run.stopped else f"{text}\nresults are in {folder}")
     if run.stopped:
         raise SystemExit(130)
 
 
-def _package(name: str, module: str | None = None) -> Any:
-    """Imports a package that only some runs need, as it would take time."""
-    return import_optional(module or name, "jaxvec.logging.Run", name)
+def _default_name(program: str, config: Options) -> str:
+    env = config.env.rpartition(":")[2].replace("/", "-")
+    return "_".join([program, env, str(config.seed), time.strftime("%Y%m%d-%H%M%S")])
 
 
 def _versions() -> dict[str, str]:

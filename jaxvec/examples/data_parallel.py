@@ -14,7 +14,7 @@ at 0:
 
 With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`. The first process
 writes `runs/NAME`, with metrics of all processes. The others write `runs/NAME/process_1` and so on, with the
-states of their envs. Ctrl-C ends all processes after the current update.
+states of their envs. Ctrl-C saves, and ends all processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxvec
-from jaxvec.logging import Run, option, training
+from jaxvec.logging import Options, Run, training
 
 AXIS = "processes"  # axis of the mesh, with one device per process
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # equal in all processes; split between them
@@ -52,19 +52,21 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.005))
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option("CartPole-v1", "Gymnasium id of an env with vector observations and Discrete actions")
-    num_envs: int = option(16, "number of envs per process")
-    num_workers: int | None = option(None, "number of worker processes per process", int)
-    backend: str = option("process", "where workers run: process (this machine) or ray")
-    num_steps: int = option(32, "steps of each env per update")
-    num_updates: int = option(300, "number of gradient steps")
-    save_every: int = option(100, "updates between two saves")
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default data_parallel and the time", str)
-    video: int = option(0, "number of envs of the first process to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Trains one policy in several processes, by default on this machine: `--num-processes N`.
+
+    Or start each by hand, with `--coordinator HOST:PORT` of process 0 and `--process-id I`, from 0.
+    """
+
+    num_envs: int = 16  # number of envs per process
+    num_workers: int | None = None  # number of worker processes per process
+    backend: str = "process"  # where workers run: process (this machine) or ray
+    num_steps: int = 32  # steps of each env in an update
+    total_steps: int = 307_200  # env steps of all processes, rounded up to whole updates
+
+    @property
+    def steps_per_update(self) -> int:
+        return jax.process_count() * self.num_envs * self.num_steps
 
 
 def init(key: jax.Array, *sizes: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -97,12 +99,12 @@ def loss(params: Any, obs: jax.Array, action: jax.Array, target: jax.Array) -> A
     return jax.lax.pmean(metrics["policy_loss"] + metrics["value_loss"], AXIS), metrics
 
 
-def update(num_steps: int, learner: Any, own: Any, stop: jax.Array, key: jax.Array) -> tuple[Any, ...]:
+def update(num_steps: int, learner: Any, own: Any, flags: jax.Array, key: jax.Array) -> tuple[Any, ...]:
     """Collects steps and learns from them, once. All processes run this program, each with its own envs.
 
     `own` contains the handle, the observations `[num_envs, obs_size]` and the returns and lengths of the last
-    episodes, both `[num_envs]`. `stop` is `[1]`, 1 if this process has received a signal, else 0. Returns the
-    next `learner` and `own`, and means over all processes, `[]`, of metrics and of `stop`.
+    episodes, both `[num_envs]`. `flags` is `[1, 2]`: whether this process has received a signal, and whether
+    it should save. Returns the next `learner` and `own`, and means of metrics and flags over all processes.
     """
     params, opt_state = learner
 
@@ -128,7 +130,11 @@ def update(num_steps: int, learner: Any, own: Any, stop: jax.Array, key: jax.Arr
     # The loss is a mean over the processes, so every process gets the mean of all gradients.
     gradient, metrics = jax.grad(loss, has_aux=True)(params, obs, action, jax.lax.stop_gradient(target))
     change, opt_state = OPTIMIZER.update(gradient, opt_state, params)
-    means = {"episode_return": jnp.nanmean(own[2]), "episode_length": jnp.nanmean(own[3]), "stop": stop[0]}
+    means = {
+        "episode_return": jnp.nanmean(own[2]),
+        "episode_length": jnp.nanmean(own[3]),
+        **dict(zip(("stop", "save"), flags[0], strict=True)),
+    }
     means |= metrics
     # As one vector, the processes exchange all of them at once.
     mean = jax.lax.pmean(jnp.stack(list(means.values())), AXIS)
@@ -145,31 +151,32 @@ def train(config: Config, run: Run) -> None:
     )
     # Joins the parts of all processes along the env axis, into global arrays and one global handle.
     join = partial(jax.make_array_from_process_local_data, NamedSharding(mesh, SPLIT))
-    env, first_seed = (
-        run.film(config.env, 0 if process else config.video),
-        config.seed + process * config.num_envs,
-    )
-    options: Any = {"backend": config.backend, "num_workers": config.num_workers, "states": config.num_envs}
-    with jaxvec.make(env, config.num_envs, **options) as envs:
-        handle, timestep = jaxvec.reset(envs, seed=first_seed)
+    with run.make(video=0 if process or config.evaluate else config.video, backend=config.backend) as envs:
+        handle, timestep = jaxvec.reset(envs, seed=config.seed + process * config.num_envs)
         none = jnp.full_like(timestep.info["episode_return"], jnp.nan)
         key, num_actions = jax.random.key(config.seed), envs.single_action_space.n  # pyright: ignore[reportAttributeAccessIssue]
         params = init(key, timestep.obs.shape[1], 64, 64, 1 + int(num_actions))
         state = np.int32(0), (params, OPTIMIZER.init(params))
         (number, learner), own = run.load(state, (handle, timestep.obs, none, none), envs)
+        if config.evaluate:
+            best = jax.jit(lambda _, obs, __: (None, network(learner[0], obs)[0].argmax(-1)))
+            run.report(evaluation=run.play(best))
+            return
         number, own, stop, program = int(number), jax.tree.map(join, own), False, jax.jit(sharded)
         with run.signals():
             run.show("compiling")
             while number < config.num_updates and not stop:
-                flag = join(np.array([run.stopped], np.float32))
-                learner, own, means = program(learner, own, flag, jax.random.fold_in(key, number))
-                number, stop = number + 1, float(means.pop("stop")) > 0
-                steps = number * jax.process_count() * config.num_envs * config.num_steps
-                run.log(steps, **{name: float(mean) for name, mean in means.items()})
-                if stop or number % config.save_every == 0 or number == config.num_updates:
+                # All processes save after the same update: when the first one is due.
+                flags = join(np.array([[run.stopped, run.save_due]], np.float32))
+                learner, own, means = program(learner, own, flags, jax.random.fold_in(key, number))
+                number, stop, due = number + 1, float(means.pop("stop")) > 0, float(means.pop("save")) > 0
+                metrics = {name: float(mean) for name, mean in means.items()}
+                run.log(number * config.steps_per_update, **metrics)
+                stop = stop or (config.stop_at is not None and metrics["episode_return"] >= config.stop_at)
+                if stop or due or number == config.num_updates:
                     local = jax.tree.map(lambda leaf: leaf.addressable_data(0), own)
-                    params = None if process else jax.tree.map(np.asarray, learner[0])
-                    run.save((np.int32(number), learner), local, envs, params=params)
+                    saved = None if process else {"params": jax.tree.map(np.asarray, learner[0])}
+                    run.save((np.int32(number), learner), local, envs, params=saved)
     if stop:
         return
     checksum = zlib.crc32(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(learner[0])))
@@ -223,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, words = parser.parse_known_args(argv)
     folder = f"/process_{args.process_id}" if args.process_id else ""
     words += ["--resume", args.resume + folder] if args.resume else ["--name", args.name + folder]
-    asks = {"-h", "--help"} & {*words}
+    asks = {"-h", "--help", "--evaluate"} & {*words}
     if args.coordinator is None and not asks:
         return launch([*words, "--num-processes", str(args.num_processes)], args.num_processes)
     if not asks:
@@ -233,13 +240,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
         # JAX has installed a handler that only records a preemption.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    about = (
-        "Train one policy in several processes. By default, they start on this machine: --num-processes N. "
-        "Or start each by hand, with --coordinator HOST:PORT of process 0 and --process-id I, from 0."
-    )
     quiet = args.process_id > 0
     try:
-        with training(Config, words, program="data_parallel", about=about, quiet=quiet) as (config, run):
+        with training(Config, words, program="data_parallel", quiet=quiet) as (config, run):
             train(config, run)
     except SystemExit:
         raise

@@ -4,19 +4,16 @@
     python -m jaxvec.examples.impala --num-actors 0
     python -m jaxvec.examples.impala --resume runs/NAME
 
-Each actor is a thread with its own pool and a compiled rollout. It reads the newest weights, plays, and
-puts the rollout into a queue. The learner takes the next rollout from the queue, so a slow env delays only
-its own actor. V-trace corrects for the older weights of the rollout. For comparison, the second command
-plays and learns alternately. `--mean-delay` makes the steps of all envs slower, by random times.
-
-Each run has a folder in `runs`. Ctrl-C ends a run after the current update. A resumed run continues with the
-parameters, the optimiser state, the number of updates and the statistics of the run. Its episodes start anew.
-With actors, the order of the rollouts depends on time, so two runs with the same seed differ.
+Each actor is a thread with its own pool and a compiled rollout. It reads the newest weights, plays, and puts
+the rollout into a queue for the learner, so a slow env delays only its own actor. V-trace corrects for older
+weights. For comparison, the second command plays and learns alternately. The order of rollouts depends on
+time, so two runs with the same seed differ. Each run has a folder in `runs`. Ctrl-C saves, and ends the run.
 """
 
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -35,48 +32,37 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.logging import Episodes, Options, Run, training
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option("CartPole-v1", "Gymnasium id of an env with Box observations and Discrete actions")
-    num_actors: int = option(2, "number of threads that step envs; with 0, stepping and learning alternate")
-    num_envs: int = option(16, "number of envs per actor")
-    num_workers: int | None = option(
-        None, "number of worker processes of all actors; by default, one per usable core for each actor", int
+class Config(Options):
+    """Trains IMPALA on a Gymnasium env with Box observations and Discrete actions."""
+
+    num_actors: int = 2  # number of threads that step envs; with 0, stepping and learning alternate
+    num_envs: int = 16  # number of envs per actor
+    num_workers: int | None = (
+        None  # number of worker processes of all actors; by default, one per core for each
     )
-    num_steps: int = option(20, "steps of each env in a rollout")
-    total_steps: int = option(400_000, "env steps, rounded up to whole rollouts")
-    mean_delay: float = option(0.0, "mean additional delay of each env step, in seconds")
-    lr: float = option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = option(0.99, "discount per step")
-    trace_decay: float = option(0.95, "V-trace's lambda: decay of later temporal differences per step")
-    entropy_weight: float = option(0.005, "weight of the entropy bonus")
-    value_weight: float = option(0.5, "weight of the value loss")
-    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
-    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
-    save_every: int = option(500, "updates between two saves")
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
-    video: int = option(0, "number of envs of the first actor to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+    num_steps: int = 20  # steps of each env in a rollout
+    total_steps: int = 400_000  # env steps, rounded up to whole rollouts
+    mean_delay: float = 0.0  # mean additional delay of each env step, in seconds
+    lr: float = 1e-3  # learning rate, falling linearly to 0
+    gamma: float = 0.99  # discount per step
+    trace_decay: float = 0.95  # V-trace's lambda: decay of later temporal differences per step
+    entropy_weight: float = 0.005  # weight of the entropy bonus
+    value_weight: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # maximum norm of the gradient
 
     def __post_init__(self) -> None:
-        if min(self.num_envs, self.num_steps, self.total_steps, self.save_every) < 1:
-            raise ValueError("the numbers of envs, steps and updates must be at least 1")
+        super().__post_init__()
         if min(self.num_actors, self.mean_delay) < 0:
             raise ValueError("--num-actors and --mean-delay must be at least 0")
 
-    @property
-    def steps_per_update(self) -> int:
-        return self.num_envs * self.num_steps
-
-    @property
-    def num_updates(self) -> int:
-        return -(-self.total_steps // self.steps_per_update)
+    def env_fn(self) -> Any:
+        env = super().env_fn()
+        return delayed(env, self.mean_delay) if self.mean_delay else env
 
 
 class ActorCritic(nn.Module):
@@ -88,19 +74,15 @@ class ActorCritic(nn.Module):
     def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps `[..., obs_size]` to logits `[..., num_actions]` and values `[...]`."""
 
-        def network(num_outputs: int, scale: float) -> jax.Array:
-            hidden = obs
-            for _ in range(2):
-                hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
-            return nn.Dense(num_outputs, kernel_init=nn.initializers.orthogonal(scale))(hidden)
+        def dense(size: int, scale: float = 2**0.5) -> nn.Dense:
+            return nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))
 
-        logits = network(self.num_actions, 0.01)  # small, so the initial policy is nearly uniform
-        return logits, network(1, 1.0)[..., 0]
+        policy, value = (nn.tanh(dense(64)(nn.tanh(dense(64)(obs)))) for _ in range(2))
+        # Small, so the initial policy is nearly uniform.
+        return dense(self.num_actions, 0.01)(policy), dense(1, 1.0)(value)[..., 0]
 
 
-class Weights(NamedTuple):
-    """The part of the learner's state that actors need."""
-
+class Weights(NamedTuple):  # the part of the learner's state that actors need
     params: Any
     obs_stats: RunningMeanStd  # [obs_size]
 
@@ -137,19 +119,9 @@ def evaluate(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def v_trace(
-    config: Config,
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    *,
-    value: jax.Array,
-    next_value: jax.Array,
-    log_ratio: jax.Array,
+    config: Config, reward: Any, terminated: Any, done: Any, *, value: Any, next_value: Any, log_ratio: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns value targets and advantages. All arrays are `[num_steps, num_envs]`.
-
-    `log_ratio` is the log of the action's probability now over its probability when it was taken.
-    """
+    """Returns value targets and advantages, `[num_steps, num_envs]`. `log_ratio` is that of now to then."""
     weight = jnp.exp(jnp.minimum(log_ratio, 0))
     # Bootstrap unless the episode terminated: a truncated episode could have continued.
     future = config.gamma * jnp.where(terminated, 0, next_value)
@@ -172,10 +144,8 @@ class Agent:
 
     def __init__(self, config: Config, obs_space: Any, action_space: Any) -> None:
         if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Discrete):
-            raise SystemExit(
-                f"{config.env}: this IMPALA takes Box observations and Discrete actions, not {obs_space} and "
-                f"{action_space}"
-            )
+            takes = "this IMPALA takes Box observations and Discrete actions"
+            raise SystemExit(f"{config.env}: {takes}, not {obs_space} and {action_space}")
         self.config: Config = config
         self.obs_size: int = int(np.prod(obs_space.shape))
         self.first_action: int = int(action_space.start)
@@ -238,115 +208,109 @@ class Agent:
         weights = Weights(optax.apply_updates(params, change), stats.update(rollout.obs))
         return Learner(learner.number + 1, weights, opt_state, episodes), episodes.means() | metrics
 
-
-class Actor:
-    """A pool with its running episodes."""
-
-    def __init__(self, agent: Agent, envs: jaxvec.VectorEnv, key: jax.Array) -> None:
-        self._key, seed_key = jax.random.split(key)
-        seed = int(jax.random.randint(seed_key, (), 0, 2**31 - 1))
-        self._play: Callable[..., Any] = jax.jit(agent.play)
-        self._handle, self._timestep = jaxvec.reset(envs, seed=seed)
-
-    def play(self, weights: Weights) -> Rollout:
-        """Plays a rollout, and waits for its end."""
-        self._key, key = jax.random.split(self._key)
-        played = self._play(weights, self._handle, self._timestep, key)
-        self._handle, self._timestep, rollout = played
-        return jax.block_until_ready(rollout)
+    def best(self, learner: Learner, _: None, obs: jax.Array, __: Any) -> tuple[None, jax.Array]:
+        """Returns the most probable actions, for evaluations."""
+        params, stats = learner.weights
+        logits, _ = self.network.apply(params, stats.normalize(encode(obs)))
+        return None, logits.argmax(-1) + self.first_action
 
 
-class Exchange:
-    """Exchange of weights and rollouts between the learner and the actors.
+class Actors:
+    """Pools that play with the newest weights: each in a thread of its own, or the first one in this one."""
 
-    Attributes:
-        weights: newest weights. The learner's thread replaces them, and the actors' threads read them.
-    """
-
-    def __init__(self, weights: Weights, actors: Sequence[Actor]) -> None:
-        self.weights: Weights = weights
-        self._actors = actors
-        self._rollouts: queue.Queue[Rollout] = queue.Queue(len(actors))  # bounded, so they stay recent
+    def __init__(self, agent: Agent, pools: Sequence[jaxvec.VectorEnv], key: Any, weights: Weights) -> None:
+        self.weights: Weights = weights  # replaced by the learner's thread, and read by the actors'
+        self._play: Any = jax.jit(agent.play)
+        key, seed_key = jax.random.split(key)
+        self._keys: list[Any] = [*jax.random.split(key, len(pools))]
+        seeds = [int(seed) for seed in jax.random.randint(seed_key, (len(pools),), 0, 2**31 - 1)]
+        self._playing: list[Any] = [
+            jaxvec.reset(envs, seed=seed) for envs, seed in zip(pools, seeds, strict=True)
+        ]
+        self._rollouts: queue.Queue[Rollout] = queue.Queue(len(pools))  # bounded, so they stay recent
         self._stopped = threading.Event()
         self._threads: list[Future[None]] = []
 
     @contextmanager
     def threads(self) -> Generator[None]:
-        """Runs each actor in a thread."""
-        with ThreadPoolExecutor(len(self._actors)) as pool:
+        """Plays each pool in a thread."""
+        with ThreadPoolExecutor(len(self._playing)) as executor:
             try:
-                self._threads = [pool.submit(self._run, actor) for actor in self._actors]
+                self._threads = [executor.submit(self._run, number) for number in range(len(self._playing))]
                 yield
             finally:
                 self._stopped.set()
 
-    def _run(self, actor: Actor) -> None:
+    def _rollout(self, number: int) -> Rollout:
+        self._keys[number], key = jax.random.split(self._keys[number])
+        handle, timestep, rollout = self._play(self.weights, *self._playing[number], key)
+        self._playing[number] = handle, timestep
+        return jax.block_until_ready(rollout)
+
+    def _run(self, number: int) -> None:
         while not self._stopped.is_set():
-            rollout = actor.play(self.weights)
+            rollout = self._rollout(number)
             while not self._stopped.is_set():
                 with suppress(queue.Full):  # then checks again whether training has stopped
                     self._rollouts.put(rollout, timeout=0.1)
                     break
 
     def get(self) -> Rollout:
-        """Waits for the next rollout of any thread. Without threads, the first actor plays it now."""
+        """Waits for the next rollout of any thread. Without threads, the first pool plays it now."""
         while self._threads:
             with suppress(queue.Empty):  # then checks whether an actor has failed
                 return self._rollouts.get(timeout=0.1)
-            for thread in self._threads:
-                if thread.done():
-                    thread.result()
-        return self._actors[0].play(self.weights)
+            for thread in filter(Future.done, self._threads):
+                thread.result()
+        return self._rollout(0)
 
 
-def delayed(env_id: str, mean: float) -> Callable[..., gymnasium.Env[Any, Any]]:
+def delayed(env: Any, mean: float) -> Callable[..., gymnasium.Env[Any, Any]]:
     """Returns a function that makes an env with slower steps, by `mean` seconds on average."""
+    construct = partial(gymnasium.make, env) if isinstance(env, str) else env
 
     # A local class is pickled by value. With one of this module, workers would import it, and so JAX.
     class Delayed(gymnasium.Wrapper[Any, Any, Any, Any]):
-        def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-            super().__init__(env)
-            self._random = np.random.default_rng()
-
         def step(self, action: Any) -> Any:
-            time.sleep(self._random.exponential(mean))
+            time.sleep(random.expovariate(1 / mean))
             return super().step(action)
 
-    return lambda **options: Delayed(gymnasium.make(env_id, **options))
+    return lambda **options: Delayed(construct(**options))
 
 
 def train(config: Config, run: Run) -> None:
-    """Trains, or continues a run, and writes its folder."""
-    env = delayed(config.env, config.mean_delay) if config.mean_delay else config.env
+    """Trains, or continues or evaluates a run, and writes its folder."""
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
+    films = [config.video] + [0] * (num_pools - 1)  # the first actor's envs are filmed
     with ExitStack() as stack:
-        make = partial(jaxvec.make, num_envs=config.num_envs, num_workers=workers)
-        made = [run.film(env, config.video), *[env] * (num_pools - 1)]
-        pools = [stack.enter_context(make(each)) for each in made]
+        made = (run.make(num_workers=workers, states=0, video=video) for video in films)
+        pools = [stack.enter_context(envs) for envs in made]
         agent = Agent(config, pools[0].single_observation_space, pools[0].single_action_space)
         learner, _ = run.load(agent.begin())
+        if config.evaluate:
+            run.report(evaluation=run.play(partial(jax.jit(agent.best), learner)))
+            return
         number, goal = int(learner.number), np.inf if config.stop_at is None else config.stop_at
         # A resumed run has other seeds than before, or it would repeat the first episodes.
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), number), num_pools)
-        actors = [Actor(agent, envs, key) for envs, key in zip(pools, keys, strict=True)]
-        exchange, learn = Exchange(learner.weights, actors), jax.jit(agent.learn)
+        key = jax.random.fold_in(jax.random.key(config.seed), number)
+        actors, learn = Actors(agent, pools, key, learner.weights), jax.jit(agent.learn)
         stop = number >= config.num_updates
-        with run.signals(), exchange.threads() if config.num_actors else nullcontext():
+        with run.signals(), actors.threads() if config.num_actors else nullcontext():
             run.show("compiling")
             while not stop:
-                learner, metrics = learn(learner, exchange.get())
-                exchange.weights, number = learner.weights, number + 1
+                learner, metrics = learn(learner, actors.get())
+                actors.weights, number = learner.weights, number + 1
                 run.log(number * config.steps_per_update, **metrics)
-                reached = float(metrics["episode_return"]) >= goal  # false for NaN, before any episode ends
-                stop = run.stopped or reached or number == config.num_updates
-                if stop or number % config.save_every == 0:
+                reached = number == config.num_updates or float(metrics["episode_return"]) >= goal
+                stop = run.stopped or reached
+                if stop or run.save_due:
                     learned = {"params": learner.weights.params, "stats": vars(learner.weights.obs_stats)}
                     run.save(learner, params=learned)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    with training(Config, argv, program="impala", about="Train IMPALA on a Gymnasium env.") as (config, run):
+    with training(Config, argv, program="impala") as (config, run):
         train(config, run)
     return run
 

@@ -8,7 +8,7 @@ The network, the loss and V-trace are imported from `impala.py`; `jaxvec.Rollout
 second command simulates a cluster of three nodes on this machine, with an actor on each. It kills one node
 after a tenth of the steps, and the actor restarts on another node.
 
-Each run has a folder in `runs`. Ctrl-C ends a run after the current update. A resumed run continues with the
+Each run has a folder in `runs`. Ctrl-C saves, and ends the run. A resumed run continues with the
 parameters, the optimiser state, the number of updates and the statistics of the run. Its episodes start anew.
 The order of the rollouts depends on time, so two runs with the same seed differ.
 """
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -30,7 +31,7 @@ import numpy as np
 import jaxvec
 from jaxvec.examples import impala
 from jaxvec.examples.impala import Agent
-from jaxvec.logging import Run, option, training
+from jaxvec.logging import Run, training
 
 # Actors on other machines do not have these files.
 for _module in (sys.modules[__name__], impala):
@@ -41,21 +42,20 @@ _MEMORY = 200 << 20  # bytes of each simulated node's object store
 
 @dataclass(frozen=True)
 class Config(impala.Config):
-    num_actors: int = option(3, "number of actors")
-    num_workers: int | None = option(1, "number of worker processes, and of CPUs, of each actor", int)
-    max_lag: int = option(8, "maximum number of updates between the weights of a rollout and the newest ones")
-    address: str | None = option(
-        None, "address of the Ray cluster; by default the one of this machine, or a new one", str
-    )
-    simulate_nodes: int = option(0, "simulate a cluster with this number of nodes on this machine")
-    video: int = option(0, "not supported: actors may run on other machines")
-    kill_one: bool = option(False, "kill one of the simulated nodes during training")
+    """Trains IMPALA on a Ray cluster."""
+
+    num_actors: int = 3  # number of actors
+    num_workers: int | None = 1  # number of worker processes, and of CPUs, of each actor
+    max_lag: int = 8  # maximum number of updates between the weights of a rollout and the newest ones
+    address: str | None = None  # address of the Ray cluster; by default the one of this machine, or a new one
+    simulate_nodes: int = 0  # simulate a cluster with this number of nodes on this machine
+    kill_one: bool = False  # kill one of the simulated nodes during training
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.num_actors, self.workers_per_actor) < 1:
             raise ValueError("the numbers of actors and workers must be at least 1")
-        if self.video:
+        if self.video and not self.evaluate:
             raise ValueError("--video is not supported, as actors may run on other machines; use impala.py")
         if self.kill_one and self.simulate_nodes < 2:
             raise ValueError("--kill-one needs --simulate-nodes of at least 2")
@@ -67,10 +67,13 @@ class Config(impala.Config):
 
 def train(config: Config, run: Run, kill_one: Callable[[], None]) -> None:
     """Trains, or continues a run, and writes its folder. With `--kill-one`, calls `kill_one` on the way."""
-    env = impala.delayed(config.env, config.mean_delay) if config.mean_delay else config.env
-    with jaxvec.make(env, 1, backend="serial") as envs:
+    env, arguments = config.env_fn(), config.env_arguments()
+    with jaxvec.make(env, 1, backend="serial", **arguments) as envs:
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
     learner, _ = run.load(agent.begin())
+    if config.evaluate:
+        run.report(evaluation=run.play(partial(jax.jit(agent.best), learner)))
+        return
     number, goal = int(learner.number), np.inf if config.stop_at is None else config.stop_at
     progress = run.folder / "actors.pickle"  # of a resumed run: the actors' next rollouts have other seeds
     rollouts = jaxvec.Rollouts(
@@ -85,6 +88,7 @@ def train(config: Config, run: Run, kill_one: Callable[[], None]) -> None:
         on_fault="restart",
         resume=progress.read_bytes() if progress.exists() else None,
         timeouts=jaxvec.Timeouts(start=300, reset=None, step=None),
+        **arguments,
     )
     learn, stop = jax.jit(agent.learn), number >= config.num_updates
     with rollouts, run.signals():
@@ -97,7 +101,7 @@ def train(config: Config, run: Run, kill_one: Callable[[], None]) -> None:
             run.log(number * config.steps_per_update, **metrics, lag=rollout.lag)
             reached = float(metrics["episode_return"]) >= goal  # false for NaN, before any episode ends
             stop = run.stopped or reached or number == config.num_updates
-            if stop or number % config.save_every == 0:
+            if stop or run.save_due:
                 learned = {"params": learner.weights.params, "stats": vars(learner.weights.obs_stats)}
                 run.save(learner, params=learned)
                 run.write(progress.name, rollouts.checkpoint())
@@ -131,9 +135,8 @@ def simulated(config: Config) -> Generator[Callable[[], None]]:
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    about = "Train IMPALA on a Ray cluster."
     with (
-        training(Config, argv, program="impala_ray", about=about) as (config, run),
+        training(Config, argv, program="impala_ray") as (config, run),
         simulated(config) as kill,
     ):
         train(config, run, kill)

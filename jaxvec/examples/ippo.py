@@ -7,8 +7,7 @@
 
 The file is complete: copy and change it. The agents share one network, and each learns from its own rewards.
 Agents may leave before the episode ends: the masks of the adapter mark the agents that act, and rows of
-others have no weight in the loss. Each run has a folder in `runs`. Ctrl-C ends a run after the current
-update.
+others have no weight in the loss. Each run has a folder in `runs`. Ctrl-C saves, and ends the run.
 """
 
 from __future__ import annotations
@@ -27,52 +26,40 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
-from jaxvec.logging import Episodes, Run, option, play_episodes, training
+from jaxvec.logging import Episodes, Options, Run, training
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option(
-        "mpe2.simple_spread_v3", "module with a function parallel_env, of equal Discrete agents"
-    )
-    num_envs: int = option(16, "number of envs")
-    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
-    total_steps: int = option(100_000, "env steps, rounded up to a multiple of num-envs x num-steps")
-    num_steps: int = option(50, "steps of each env per update")
-    num_epochs: int = option(4, "passes over the steps of an update")
-    num_minibatches: int = option(4, "gradient steps per pass")
-    lr: float = option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = option(0.95, "discount per step")
-    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
-    clip: float = option(0.2, "PPO clip range")
-    entropy_weight: float = option(0.01, "weight of the entropy bonus")
-    value_weight: float = option(0.5, "weight of the value loss")
-    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
-    stop_at: float | None = option(None, "stop once the mean return of the agents reaches this value", float)
-    save_every: int = option(100, "updates between two saves, each with an evaluation")
-    eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
-    evaluate: str | None = option(None, "play episodes with the policy of the run in this folder", str)
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
-    video: int = option(0, "number of envs to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Trains IPPO on a parallel env of PettingZoo."""
+
+    env: str = "mpe2.simple_spread_v3"  # module with a function parallel_env, of equal Discrete agents
+    num_envs: int = 16  # number of envs
+    total_steps: int = 100_000  # env steps, rounded up to a multiple of num-envs x num-steps
+    num_steps: int = 50  # steps of each env per update
+    num_epochs: int = 4  # passes over the steps of an update
+    num_minibatches: int = 4  # gradient steps per pass
+    lr: float = 1e-3  # learning rate, falling linearly to 0
+    gamma: float = 0.95  # discount per step
+    gae_lambda: float = 0.95  # decay of the advantage estimate per step
+    clip: float = 0.2  # PPO clip range
+    entropy_weight: float = 0.01  # weight of the entropy bonus
+    value_weight: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # maximum norm of the gradient
 
     def __post_init__(self) -> None:
-        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
-        if min(*sizes, self.save_every, self.eval_envs) < 1:
-            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
-        if self.steps_per_update % self.num_minibatches:
+        super().__post_init__()
+        if min(self.num_epochs, self.num_minibatches) < 1 or self.steps_per_update % self.num_minibatches:
             raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
 
-    @property
-    def steps_per_update(self) -> int:
-        return self.num_envs * self.num_steps
-
-    @property
-    def num_updates(self) -> int:
-        return -(-self.total_steps // self.steps_per_update)
+    def env_fn(self) -> Any:
+        """Returns a function that makes the env of the module `env`."""
+        try:
+            module = importlib.import_module(self.env)
+        except ImportError as error:
+            raise ValueError(f"--env {self.env}: {error}; the default env needs: pip install mpe2") from None
+        return lambda **options: PettingZooEnv(module.parallel_env(**options))
 
 
 class ActorCritic(nn.Module):
@@ -260,69 +247,20 @@ class Agent:
         unexplained = jnp.var(advantage, where=steps.acted) / (jnp.var(target, where=steps.acted) + 1e-8)
         obs_stats = state.obs_stats.update(steps.raw)
         state = State(state.number + 1, params, opt_state, obs_stats, episodes)
-        return state, playing, metrics | {"explained_variance": 1 - unexplained}
+        return state, playing, metrics | {"explained_variance": 1 - unexplained} | episodes.means()
 
-    def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
-        """Plays an episode in each env with the most probable actions. Returns the returns, `[num_envs]`."""
-
-        def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, Any]:
-            obs = state.obs_stats.normalize(self.encode(timestep.obs))
-            return None, self.to_env(self.network.apply(state.params, obs)[0].argmax(-1))
-
-        return play_episodes(act, None, handle, timestep)
-
-    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
-        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
-        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
-
-        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            state, playing, metrics = self.update(*carry[:2])
-            means = state.episodes.means()
-            run.log(state.number * self.config.steps_per_update, **means, **metrics)
-            return state, playing, run.stopping() | (means["episode_return"] >= goal)
-
-        carry = state, playing, jnp.bool_(False)
-        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
-
-
-def train(config: Config, run: Run) -> None:
-    """Trains, or continues a run, and writes its folder."""
-    try:
-        module = importlib.import_module(config.env)
-    except ImportError as error:
-        raise SystemExit(f"--env {config.env}: {error}; the default env needs: pip install mpe2") from None
-    options: Any = {"num_workers": config.num_workers, "info": INFO, "states": config.num_envs}
-
-    def game(**options: Any) -> PettingZooEnv:
-        return PettingZooEnv(module.parallel_env(**options))
-
-    with (
-        jaxvec.make(run.film(game, config.video), config.num_envs, **options) as envs,
-        jaxvec.make(game, config.eval_envs, num_workers=1, autoreset_mode="EPISODIC") as eval_envs,
-    ):
-        names = envs.get_attr("possible_agents")[0]
-        agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
-        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-        program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
-        evaluation = lambda: score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))  # noqa: E731
-        if config.evaluate:
-            run.report(evaluation())
-            return
-        with run.signals():
-            run.show("compiling")
-            stop = False
-            while state.number < config.num_updates and not stop:
-                until = jnp.minimum(state.number + config.save_every, config.num_updates)
-                state, playing, stop = jax.block_until_ready(program(state, playing, until))
-                learned = {"params": state.params, "stats": vars(state.obs_stats)}
-                run.save(state, playing, envs, params=learned)
-                run.log(state.number * config.steps_per_update, evaluation=evaluation().mean())
+    def best(self, state: State, _: None, obs: dict[str, jax.Array], __: Any) -> tuple[None, Any]:
+        """Returns the most probable actions, for evaluations."""
+        logits, _ = self.network.apply(state.params, state.obs_stats.normalize(self.encode(obs)))
+        return None, self.to_env(logits.argmax(-1))
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    about = "Train IPPO on a parallel env of PettingZoo."
-    with training(Config, argv, program="ippo", about=about, check_env=False) as (config, run):
-        train(config, run)
+    with training(Config, argv, program="ippo") as (config, run), run.make(info=INFO) as envs:
+        names = envs.get_attr("possible_agents")[0]
+        agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)
+        params = lambda state: {"params": state.params, "stats": vars(state.obs_stats)}  # noqa: E731
+        run.train(envs, agent.begin, agent.update, params=params, act=agent.best)
     return run
 
 

@@ -4,111 +4,30 @@
 
 Each update of PPO starts with a choice of levels: new ones, levels from a buffer that the agent can still
 learn from, and mutations of those. The levels are arrays of the program, which `jaxvec.reset(options=...)`
-gives to mazes in plain Python. After the update, each level gets a score, and the buffer keeps the best.
-
-All agents are one program: `jax.vmap` maps training over seeds and over both ways to choose levels. In tests,
-agents play held-out mazes of a kind that training never shows. Each run has a folder in `runs`. Ctrl-C ends a
-run after the current update, and `--resume runs/NAME` continues it. The methods are those of Jiang et al.
-(2021), "Prioritized Level Replay", and Parker-Holder et al. (2022), "Evolving Curricula with Regret-Based
-Environment Design".
+gives to mazes in plain Python (`maze.py`). After the update, each level gets a score, and the buffer keeps
+the best. `jax.vmap` maps training over seeds and over both ways to choose levels. Each run has a folder in
+`runs`. Ctrl-C saves, and ends the run. The methods are those of Jiang et al. (2021), "Prioritized Level
+Replay", and Parker-Holder et al. (2022), "Evolving Curricula with Regret-Based Environment Design".
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import cloudpickle
-import gymnasium
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from gymnasium import spaces
-from numpy.typing import NDArray
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.examples.maze import CELLS, LEVEL, SIZE, TIME_LIMIT, perfect_mazes
+from jaxvec.logging import Episodes, Options, Run, training
 
-SIZE, VIEW, TIME_LIMIT = 13, 5, 120  # cells of a maze and of the agent's view along an axis, and steps
-CELLS = SIZE * SIZE
-MARGIN = VIEW // 2
-MAX_VISITS = 8  # to a cell, as the agent sees them
-MOVES = (-1, 0), (1, 0), (0, -1), (0, 1)
-
-LEVEL = spaces.Dict(
-    {
-        "walls": spaces.Box(0, 1, (SIZE, SIZE), np.uint8),
-        "start": spaces.Discrete(CELLS),
-        "goal": spaces.Discrete(CELLS),
-    }
-)
 Level = dict[str, jax.Array]  # leaves [...] of LEVEL
-
-
-class Maze(gymnasium.Env[NDArray[np.int8], Any]):
-    """A maze with the walls, start and goal of the reset options.
-
-    The agent sees the walls around it, the cells that it has visited, and in which direction the goal is.
-    """
-
-    observation_space: spaces.Space[Any] = spaces.Box(-1, MAX_VISITS, (2 * VIEW * VIEW + 2,), np.int8)
-    action_space: spaces.Space[Any] = spaces.Discrete(4)
-    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode: str | None = render_mode
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[NDArray[np.int8], Any]:
-        super().reset(seed=seed)
-        level = options or {"walls": 0, "start": 0, "goal": CELLS - 1}
-        self._y, self._x = divmod(int(level["start"]), SIZE)
-        self._goal = divmod(int(level["goal"]), SIZE)
-        self._time = 0
-        # Two planes: walls, and visited cells. The margin is wall, so that each view is a slice.
-        self._planes = np.zeros((2, SIZE + 2 * MARGIN, SIZE + 2 * MARGIN), np.int8)
-        self._planes[0] = 1
-        self._planes[0, MARGIN:-MARGIN, MARGIN:-MARGIN] = level["walls"]
-        for y, x in ((self._y, self._x), self._goal):
-            self._planes[0, y + MARGIN, x + MARGIN] = 0
-        return self._observe(), {}
-
-    def step(self, action: int) -> tuple[NDArray[np.int8], float, bool, bool, dict[str, Any]]:
-        down, right = MOVES[action]
-        y, x = self._y + down, self._x + right
-        if not self._planes[0, y + MARGIN, x + MARGIN]:
-            self._y, self._x = y, x
-        self._time += 1
-        solved = (self._y, self._x) == self._goal
-        reward = 1 - 0.9 * self._time / TIME_LIMIT if solved else 0.0
-        return self._observe(), reward, solved, self._time == TIME_LIMIT, {}
-
-    def render(self) -> Any:
-        """Returns an image with black walls, the goal in green and the agent in red."""
-        free = self._planes[0, MARGIN:-MARGIN, MARGIN:-MARGIN, None] == 0
-        image = np.where(free, 255, 0).astype(np.uint8).repeat(3, axis=2)
-        image[self._goal], image[self._y, self._x] = (0, 160, 0), (220, 0, 0)
-        return image.repeat(16, axis=0).repeat(16, axis=1)
-
-    def _observe(self) -> NDArray[np.int8]:
-        y, x = self._y, self._x
-        visits = self._planes[1]
-        visits[y + MARGIN, x + MARGIN] = min(visits[y + MARGIN, x + MARGIN] + 1, MAX_VISITS)
-        obs = np.empty(2 * VIEW * VIEW + 2, np.int8)
-        obs[:-2] = self._planes[:, y : y + VIEW, x : x + VIEW].reshape(-1)
-        goal_y, goal_x = self._goal
-        obs[-2] = (goal_y > y) - (goal_y < y)
-        obs[-1] = (goal_x > x) - (goal_x < x)
-        return obs
-
-
-# Workers would otherwise import this module for `Maze`, and so JAX.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def random_levels(key: jax.Array, count: int) -> Level:
@@ -135,59 +54,36 @@ def mutate(key: jax.Array, level: Level) -> Level:
     }
 
 
-def perfect_mazes(count: int, seed: int = 0) -> dict[str, NDArray[Any]]:
-    """Returns held-out levels `[count, ...]`, mazes with exactly one way between any two cells."""
-    rng = np.random.default_rng(seed)
-    walls = np.ones((count, SIZE, SIZE), np.uint8)
-    for maze in walls:
-        stack = [(0, 0)]
-        maze[0, 0] = 0
-        while stack:
-            y, x = stack[-1]
-            steps = [(y + 2 * down, x + 2 * right, y + down, x + right) for down, right in MOVES]
-            steps = [at for at in steps if 0 <= at[0] < SIZE and 0 <= at[1] < SIZE and maze[at[:2]]]
-            if not steps:
-                stack.pop()
-                continue
-            y, x, wall_y, wall_x = steps[rng.integers(len(steps))]
-            maze[wall_y, wall_x] = maze[y, x] = 0
-            stack.append((y, x))
-    ends = [rng.choice(np.flatnonzero(maze.ravel() == 0), 2, replace=False) for maze in walls]
-    start, goal = np.array(ends, np.int32).T
-    return {"walls": walls, "start": start, "goal": goal}
-
-
 @dataclass(frozen=True)
-class Config:
-    num_seeds: int = option(3, "number of agents with each way to choose levels")
-    num_envs: int = option(32, "number of envs of each agent")
-    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
-    total_steps: int = option(1_152_000, "env steps of each agent, rounded up to whole updates")
-    num_batches: int = option(4, "batches of num-envs held-out mazes in a test")
-    buffer_size: int = option(512, "number of levels in the buffer")
-    replay: float = option(0.8, "probability that an env gets a level of the buffer, or a mutation of one")
-    mutation: float = option(0.5, "probability that it is a mutation")
-    temperature: float = option(1.0, "the lower, the more replays of the levels with the highest scores")
-    staleness: float = option(0.3, "share of replays by the age of scores")
-    num_epochs: int = option(2, "passes over the steps of an update")
-    num_minibatches: int = option(4, "gradient steps per pass")
-    lr: float = option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = option(0.99, "discount per step")
-    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
-    clip: float = option(0.2, "PPO clip range")
-    entropy_weight: float = option(0.01, "weight of the entropy bonus")
-    save_every: int = option(50, "updates between two saves, each with a test on held-out mazes")
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, seed and time", str)
-    video: int = option(0, "number of envs of the first agent with replay to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Compares prioritised level replay with uniformly drawn levels."""
+
+    env: str = "jaxvec.examples.maze:Maze"  # env whose reset options are levels
+    num_seeds: int = 3  # number of agents with each way to choose levels
+    num_envs: int = 32  # number of envs of each agent
+    total_steps: int = 1_152_000  # env steps of each agent, rounded up to whole updates
+    num_steps: int = TIME_LIMIT  # steps of each env in an update, at least those of an episode
+    num_batches: int = 4  # batches of num-envs held-out mazes in a test
+    buffer_size: int = 512  # number of levels in the buffer
+    replay: float = 0.8  # probability that an env gets a level of the buffer, or a mutation of one
+    mutation: float = 0.5  # probability that it is a mutation
+    temperature: float = 1.0  # the lower, the more replays of the levels with the highest scores
+    staleness: float = 0.3  # share of replays by the age of scores
+    num_epochs: int = 2  # passes over the steps of an update
+    num_minibatches: int = 4  # gradient steps per pass
+    lr: float = 1e-3  # learning rate, falling linearly to 0
+    gamma: float = 0.99  # discount per step
+    gae_lambda: float = 0.95  # decay of the advantage estimate per step
+    clip: float = 0.2  # PPO clip range
+    entropy_weight: float = 0.01  # weight of the entropy bonus
+    video: int = 0  # number of envs of the first agent with replay to film; needs moviepy
 
     def __post_init__(self) -> None:
-        if min(self.num_seeds, self.num_envs, self.total_steps, self.num_batches, self.save_every) < 1:
-            raise ValueError("the numbers of seeds, envs, steps, batches and updates must be at least 1")
-        if self.num_envs * TIME_LIMIT % self.num_minibatches:
-            raise ValueError(f"{TIME_LIMIT} x --num-envs must be a multiple of --num-minibatches")
+        super().__post_init__()
+        if min(self.num_seeds, self.num_batches) < 1:
+            raise ValueError("the numbers of seeds and batches must be at least 1")
+        if min(self.num_epochs, self.num_minibatches) < 1 or self.steps_per_update % self.num_minibatches:
+            raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
         if self.buffer_size < self.num_envs:
             raise ValueError("--buffer-size must be at least --num-envs")
 
@@ -258,13 +154,16 @@ class Agent(TrainState):
     episodes: Episodes
 
 
-def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
-    """Trains the agents, or continues a run, and writes its folder."""
+class State(NamedTuple):
+    number: jax.Array  # [] int32, updates so far
+    agents: Agent  # with a leading axis
+
+
+def train(config: Config, run: Run, envs: jaxvec.VectorEnv, test_envs: jaxvec.VectorEnv) -> None:
+    """Trains the agents, or continues or evaluates a run, and writes its folder."""
     network: Any = ActorCritic()
-    steps_per_update = config.num_envs * TIME_LIMIT
-    num_updates = -(-config.total_steps // steps_per_update)
     num_gradients = config.num_epochs * config.num_minibatches  # of an update
-    lr = optax.linear_schedule(config.lr, 0, num_updates * num_gradients)
+    lr = optax.linear_schedule(config.lr, 0, config.num_updates * num_gradients)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr))
     mazes = perfect_mazes(config.num_batches * config.num_envs)
     held_out = jax.tree.map(lambda leaf: leaf.reshape(config.num_batches, -1, *leaf.shape[1:]), mazes)
@@ -287,7 +186,9 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
             steps = Steps(obs, action, log_prob, value, timestep.reward, done)
             return (handle, timestep.obs), (steps, timestep)
 
-        (handle, obs), played = jax.lax.scan(body, (handle, timestep.obs), jax.random.split(key, TIME_LIMIT))
+        (handle, obs), played = jax.lax.scan(
+            body, (handle, timestep.obs), jax.random.split(key, config.num_steps)
+        )
         return handle, *played, network.apply(params, obs)[1]
 
     def advantages(steps: Steps, last_value: jax.Array) -> jax.Array:
@@ -324,12 +225,12 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
             return agent.apply_gradients(grads=gradient), metrics
 
         keys = jax.random.split(key, config.num_epochs)
-        order = jax.vmap(jax.random.permutation, (0, None))(keys, steps_per_update)
+        order = jax.vmap(jax.random.permutation, (0, None))(keys, config.steps_per_update)
         agent, metrics = jax.lax.scan(body, agent, order.reshape(num_gradients, -1))
         explained = 1 - jnp.var(advantage) / (jnp.var(rows[2]) + 1e-8)
         return agent, jax.tree.map(jnp.mean, metrics) | {"explained_variance": explained}
 
-    def begin(key: jax.Array) -> tuple[Agent, jaxvec.Handle]:
+    def begin_agent(key: jax.Array) -> tuple[Agent, jaxvec.Handle]:
         init_key, level_key = jax.random.split(key)
         level = random_levels(level_key, config.buffer_size)
         zeros = jnp.zeros(config.buffer_size)
@@ -340,7 +241,12 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
         parts = {"params": params, "buffer": buffer, "episodes": Episodes.create()}
         return Agent.create(apply_fn=network.apply, tx=optimizer, **parts), handle
 
-    def update(now: jax.Array, key: jax.Array, replay: Any, agent: Agent, handle: jaxvec.Handle) -> Any:
+    def begin(*_: Any) -> tuple[State, jaxvec.Handle]:
+        """Returns the initial states of training and of the envs."""
+        agents, handles = jax.vmap(begin_agent)(keys)
+        return State(jnp.int32(0), agents), handles
+
+    def update_agent(now: jax.Array, key: jax.Array, replay: Any, agent: Agent, handle: Any) -> Any:
         """Plays levels, learns from them and scores them. Also returns metrics, `[]`."""
         # The keys depend only on the number of the update, so a resumed run equals an uninterrupted one.
         new_key, place_key, mutate_key, *keys = jax.random.split(jax.random.fold_in(key, now), 7)
@@ -355,8 +261,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
         level = jax.tree.map(partial(choose, kind), new, mutate(mutate_key, old), old)
         handle, steps, timesteps, last_value = rollout(agent.params, handle, level, keys[2])
         advantage = advantages(steps, last_value)
-        # MaxMC: how much less than its best return on the level the agent expects, so that levels count that
-        # were solved, but not yet learned. Rewards come only at the end of an episode.
+        # MaxMC: how much less than its best return on the level the agent expects: solved, not yet learned.
         best = jnp.maximum(steps.reward.max(0), jnp.where(is_same, buffer.best[place], 0))
         score = (best - steps.value).mean(0)
         seen = Buffer(level, best, score, jnp.full_like(place, now))
@@ -365,56 +270,48 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
         agent = agent.replace(buffer=buffer, episodes=agent.episodes.add(timesteps))
         return agent, handle, metrics | agent.episodes.means() | {"walls": level["walls"].mean()}
 
-    def log(number: jax.Array, metrics: dict[str, jax.Array]) -> None:
-        """Logs the means of metrics, `[num_agents]`, with replay and with uniform levels."""
+    def update(state: State, handles: Any) -> tuple[State, Any, dict[str, jax.Array]]:
+        """Updates all agents. Also returns means of metrics, with replay and with uniform levels."""
+        each = jax.vmap(update_agent, (None, 0, 0, 0, 0))
+        agents, handles, metrics = each(state.number, keys, replays, state.agents, handles)
+        return State(state.number + 1, agents), handles, by_way(metrics)
+
+    def by_way(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Splits metrics `[num_agents]` into means with replay and with uniform levels."""
         means = {name: leaf.reshape(2, -1).mean(1) for name, leaf in metrics.items()}
         uniform = {f"uniform_{name}": mean[1] for name, mean in means.items()}
-        run.log(number * steps_per_update, **{name: mean[0] for name, mean in means.items()}, **uniform)
+        return {name: mean[0] for name, mean in means.items()} | uniform
 
-    def repeat(until: jax.Array, *carry: Any) -> Any:
-        """Repeats `update`, and reports. The carry ends with whether to stop."""
-
-        def body(carry: Any) -> Any:
-            now, agents, handles, _ = carry
-            in_axes = None, 0, 0, 0, 0
-            agents, handles, metrics = jax.vmap(update, in_axes)(now, keys, replays, agents, handles)
-            log(now + 1, metrics)
-            return now + 1, agents, handles, run.stopping()
-
-        return jax.lax.while_loop(lambda carry: (carry[0] < until) & ~carry[3], body, carry)
-
-    def test(key: jax.Array, params: Any, handle: jaxvec.Handle) -> tuple[jaxvec.Handle, jax.Array]:
+    def test(key: jax.Array, params: Any) -> jax.Array:
         """Plays the held-out mazes. Returns the share that the agent solved, `[]` float32."""
 
         def play(handle: jaxvec.Handle, level: Level) -> tuple[jaxvec.Handle, jax.Array]:
             handle, _, timesteps, _ = rollout(params, handle, level, key)
             return handle, timesteps.terminated.any(0).mean()
 
-        handle, shares = jax.lax.scan(play, handle, held_out)
-        return handle, shares.mean()
+        first = jax.tree.map(lambda leaf: leaf[0], held_out)
+        handle, _ = jaxvec.reset(test_envs, num_envs=config.num_envs, options=first)
+        return jax.lax.scan(play, handle, held_out)[1].mean()
 
-    (agents, handles), stop = jax.jit(jax.vmap(begin))(keys), jnp.bool_(False)
-    (number, agents), _ = run.load((jnp.int32(0), agents))
-    program, play = jax.jit(repeat), jax.jit(jax.vmap(test))
-    with run.signals():
-        run.show("compiling")
-        while number < num_updates and not stop:
-            until = jnp.minimum((number // config.save_every + 1) * config.save_every, num_updates)
-            carry = program(until, number, agents, handles, stop)
-            number, agents, handles, stop = jax.block_until_ready(carry)
-            if not run.stopped:
-                handles, shares = play(keys, agents.params, handles)
-                seeds = {f"evaluation_{i}": shares[i :: config.num_seeds] for i in range(config.num_seeds)}
-                log(number, {"evaluation": shares, **seeds})
-            run.save((number, agents), params={"params": agents.params})
+    @jax.jit
+    def evaluate(state: State) -> dict[str, jax.Array]:
+        """Returns the shares of held-out mazes that the agents solve, by seed."""
+        shares = jax.vmap(test)(keys, state.agents.params)
+        seeds = {f"evaluation_{i}": shares[i :: config.num_seeds] for i in range(config.num_seeds)}
+        return by_way({"evaluation": shares, **seeds})
+
+    run.train(envs, begin, update, params=lambda state: {"params": state.agents.params}, evaluate=evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    about = "Compare prioritised level replay with uniformly drawn levels."
-    with training(Config, argv, program="plr", about=about) as (config, run):
-        num_envs, env = 2 * config.num_seeds * config.num_envs, run.film(Maze, config.video)
-        with jaxvec.make(env, num_envs, num_workers=config.num_workers, reset_options=LEVEL) as envs:
-            train(config, run, envs)
+    with training(Config, argv, program="plr") as (config, run):
+        options: Any = {
+            "num_envs": 2 * config.num_seeds * config.num_envs,
+            "reset_options": LEVEL,
+            "states": 0,
+        }
+        with run.make(**options) as envs, run.make(video=0, **options) as test_envs:
+            train(config, run, envs, test_envs)
     return run
 
 

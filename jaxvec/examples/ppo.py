@@ -5,9 +5,9 @@
     python -m jaxvec.examples.ppo --evaluate runs/NAME
 
 The compiled loop steps the Python envs, which run in worker processes. Observations are Box, Discrete,
-MultiDiscrete or MultiBinary spaces, or Dicts and Tuples of them. A CNN processes uint8 images. A leaf
-`action_mask` of a Dict, or with `--mask-info` an info of this name, marks the legal Discrete actions. Each
-run has a folder in `runs`. Ctrl-C ends a run after the current update.
+MultiDiscrete or MultiBinary spaces, or Dicts and Tuples of them; actions Discrete, MultiDiscrete or float Box
+spaces. A CNN processes uint8 images. A leaf `action_mask` of a Dict, or with `--mask-info` an info of this
+name, marks the legal Discrete actions. Each run has a folder in `runs`. Ctrl-C saves, and ends the run.
 """
 
 from __future__ import annotations
@@ -26,45 +26,35 @@ from flax.training.train_state import TrainState
 from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, play_episodes, training
+from jaxvec.logging import Episodes, Options, Run, training
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option("CartPole-v1", "Gymnasium id")
-    num_envs: int = option(64, "number of envs")
-    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
-    total_steps: int = option(524_288, "env steps, rounded up to a multiple of num-envs x num-steps")
-    num_steps: int = option(64, "steps of each env per update")
-    num_epochs: int = option(4, "passes over the steps of an update")
-    num_minibatches: int = option(8, "gradient steps per pass")
-    lr: float = option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = option(0.99, "discount per step")
-    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
-    clip: float = option(0.2, "PPO clip range")
-    entropy_weight: float = option(0.005, "weight of the entropy bonus")
-    value_weight: float = option(0.5, "weight of the value loss")
-    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
-    scale_by_return: bool = option(False, "divide rewards by the standard deviation of discounted returns")
-    mask_info: bool = option(False, "read the legal actions from the info action_mask")
-    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
-    save_every: int = option(100, "updates between two saves, each with an evaluation")
-    eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
-    eval_steps: int = option(10_000, "maximum number of steps of an evaluated episode")
-    evaluate: str | None = option(None, "play episodes with the policy of the run in this folder", str)
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
-    video: int = option(0, "number of envs to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Trains PPO on a Gymnasium env."""
+
+    total_steps: int = 524_288  # env steps, rounded up to a multiple of num-envs x num-steps
+    num_epochs: int = 4  # passes over the steps of an update
+    num_minibatches: int = 8  # gradient steps per pass
+    lr: float = 1e-3  # learning rate, falling linearly to 0
+    gamma: float = 0.99  # discount per step
+    gae_lambda: float = 0.95  # decay of the advantage estimate per step
+    clip: float = 0.2  # PPO clip range
+    entropy_weight: float = 0.005  # weight of the entropy bonus
+    value_weight: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # maximum norm of the gradient
+    scale_by_return: bool = True  # divide rewards by the standard deviation of discounted returns
+    mask_info: bool = False  # read the legal actions from the info action_mask
 
     def __post_init__(self) -> None:
-        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
-        if min(*sizes, self.save_every, self.eval_envs) < 1:
-            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
-        if self.num_envs * self.num_steps % self.num_minibatches:
+        super().__post_init__()
+        if min(self.num_epochs, self.num_minibatches) < 1 or self.steps_per_update % self.num_minibatches:
             raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
+
+    @property
+    def infos(self) -> list[str]:
+        return ["action_mask"] if self.mask_info else []
 
 
 class Obs(NamedTuple):
@@ -107,7 +97,7 @@ def convolve(images: jax.Array, kernel: jax.Array, strides: Sequence[int], *_: A
 class ActorCritic(nn.Module):
     """A small CNN per image, and separate networks for policy and value, with two hidden layers each."""
 
-    space: Any  # Discrete or Box, of the actions
+    space: Any  # of the actions
 
     @nn.compact
     def __call__(self, stats: RunningMeanStd, obs: Obs) -> tuple[jax.Array, jax.Array]:
@@ -136,32 +126,41 @@ class ActorCritic(nn.Module):
             outputs = jnp.where(obs.mask, outputs, -1e9)
         return outputs, network(1, 1.0)[..., 0]
 
+    def logits(self, outputs: jax.Array) -> list[jax.Array]:
+        """Splits the outputs into the logits of each number of a Discrete or MultiDiscrete action."""
+        sizes = [self.space.n] if isinstance(self.space, spaces.Discrete) else self.space.nvec.ravel()
+        return jnp.split(outputs, np.cumsum(sizes)[:-1], axis=-1)
+
     def sample(self, outputs: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Samples actions, Discrete ones from 0. Without a key, it returns the most probable ones."""
-        if isinstance(self.space, spaces.Discrete):
-            return outputs.argmax(-1) if key is None else jax.random.categorical(key, outputs)
-        mean, log_std = jnp.split(outputs, 2, axis=-1)
-        return mean if key is None else mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+        """Samples actions `[..., size]`, integers from 0; without a key, the most probable ones."""
+        if isinstance(self.space, spaces.Box):
+            mean, log_std = jnp.split(outputs, 2, axis=-1)
+            return mean if key is None else mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+        noise = 0 if key is None else jax.random.gumbel(key, outputs.shape)  # the maximum is then a draw
+        return jnp.stack([each.argmax(-1) for each in self.logits(outputs + noise)], axis=-1)
 
     def evaluate(self, outputs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the log-density of the action (before it is clipped) and the entropy, `[...]` in nats."""
-        if isinstance(self.space, spaces.Discrete):
-            log_probs = jax.nn.log_softmax(outputs)
-            log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
-            return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-        mean, log_std = jnp.split(outputs, 2, axis=-1)
-        log_prob = jax.scipy.stats.norm.logpdf(action, mean, jnp.exp(log_std))
-        return log_prob.sum(-1), (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
+        if isinstance(self.space, spaces.Box):
+            mean, log_std = jnp.split(outputs, 2, axis=-1)
+            log_prob = jax.scipy.stats.norm.logpdf(action, mean, jnp.exp(log_std))
+            return log_prob.sum(-1), (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
+        log_prob = entropy = jnp.zeros(action.shape[:-1])
+        for number, logits in enumerate(map(jax.nn.log_softmax, self.logits(outputs))):
+            log_prob += jnp.take_along_axis(logits, action[..., number, None], axis=-1)[..., 0]
+            entropy -= jnp.sum(jnp.exp(logits) * logits, axis=-1)
+        return log_prob, entropy
 
     def to_env(self, action: jax.Array) -> jax.Array:
         """Converts to actions of the env, `[num_envs, ...]`; -1 and 1 become the bounds of a Box."""
-        if isinstance(self.space, spaces.Discrete):
-            return action + int(self.space.start)
+        action = action.reshape(-1, *self.space.shape)
+        if not isinstance(self.space, spaces.Box):
+            return action + np.asarray(self.space.start, np.int32)
         low, high = self.space.low.astype(np.float64), self.space.high.astype(np.float64)
         bounded = high - low < 1e6  # some spaces use the largest float as infinity
         low, high = np.where(bounded, low, -1), np.where(bounded, high, 1)
         middle, reach = ((low + high) / 2).astype(np.float32), ((high - low) / 2).astype(np.float32)
-        return jnp.clip(middle + reach * action.reshape(-1, *low.shape), self.space.low, self.space.high)
+        return jnp.clip(middle + reach * action, self.space.low, self.space.high)
 
 
 class State(NamedTuple):
@@ -178,7 +177,7 @@ class Steps(NamedTuple):
     """Data of one step of all envs, which `update` stacks to `[num_steps, num_envs, ...]`."""
 
     obs: Obs
-    action: jax.Array  # [num_envs] int32 or [num_envs, num_actions] float32
+    action: jax.Array  # [num_envs, size] int32 or float32
     log_prob: jax.Array  # [num_envs] float32
     value: jax.Array  # [num_envs] float32
     next_value: jax.Array  # [num_envs] float32, of the same episode
@@ -200,18 +199,17 @@ def advantages(config: Config, steps: Steps) -> jax.Array:
     return jax.lax.scan(add, jnp.zeros_like(steps.value[0]), (surprise, steps.done), reverse=True)[1]
 
 
-def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.VectorEnv) -> None:
-    """Trains, or continues a run, and writes its folder."""
+def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
+    """Trains, or continues or evaluates a run, and writes its folder."""
     obs_space, space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(space, spaces.Discrete | spaces.Box) or space.dtype.kind not in "if":
-        raise SystemExit(f"this PPO takes Discrete and float Box actions, not {space}")
+    known = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box)
+    if not known or space.dtype.kind not in "if":
+        raise SystemExit(f"this PPO takes Discrete, MultiDiscrete and float Box actions, not {space}")
     network: Any = ActorCritic(space)  # Any because flax annotates no result type for `apply`
-    steps_per_update = config.num_envs * config.num_steps
-    num_updates = -(-config.total_steps // steps_per_update)
-    num_minibatches = config.num_epochs * config.num_minibatches
-    adam = optax.adam(optax.linear_schedule(config.lr, 0, num_updates * num_minibatches))
-    # All parameters in one vector: there are fewer operations to compile and run.
-    optimizer = optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam))
+    num_gradients = config.num_epochs * config.num_minibatches  # of an update
+    adam = optax.adam(optax.linear_schedule(config.lr, 0, config.num_updates * num_gradients))
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    optimizer = optax.flatten(optax.chain(clip, adam))  # all parameters in one vector: fewer operations
 
     def inputs(obs: Any, info: dict[str, Any]) -> Obs:
         encoded = encode(obs_space, obs)
@@ -238,8 +236,8 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         metrics = {"policy_loss": -gain, "value_loss": error, "entropy": entropy}
         return total, metrics | {"kl": jnp.mean(ratio - 1 - log_ratio)}
 
-    def update(state: State, playing: Any) -> tuple[State, Any, jax.Array]:
-        """Plays `num_steps` steps in every env, learns and reports. Also returns whether to stop."""
+    def update(state: State, playing: Any) -> tuple[State, Any, dict[str, jax.Array]]:
+        """Plays `num_steps` steps in every env, and learns from them. Also returns metrics, `[]`."""
         # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
         play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
         act = partial(network.apply, state.learned.params, state.obs_stats)
@@ -270,69 +268,31 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         advantage = advantages(config, steps)
         target = advantage + steps.value
         batch = steps, (advantage - advantage.mean()) / (advantage.std() + 1e-8), target
-        batch = jax.tree.map(lambda leaf: leaf.reshape(steps_per_update, *leaf.shape[2:]), batch)
+        batch = jax.tree.map(lambda leaf: leaf.reshape(config.steps_per_update, *leaf.shape[2:]), batch)
 
         def descend(learned: TrainState, chosen: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
             minibatch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), batch)
             gradient, metrics = jax.grad(loss, has_aux=True)(learned.params, state.obs_stats, *minibatch)
             return learned.apply_gradients(grads=gradient), metrics
 
-        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, steps_per_update)))
-        learned, metrics = jax.lax.scan(descend, state.learned, order.reshape(num_minibatches, -1))
+        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, config.steps_per_update)))
+        learned, metrics = jax.lax.scan(descend, state.learned, order.reshape(num_gradients, -1))
         explained = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
         metrics = jax.tree.map(jnp.mean, metrics) | {"explained_variance": explained} | episodes.means()
         obs_stats, number = state.obs_stats.update(steps.obs.vector), state.number + 1
-        run.log(number * steps_per_update, **metrics)
-        goal = jnp.inf if config.stop_at is None else config.stop_at
-        stop = run.stopping() | (metrics["episode_return"] >= goal)
-        return State(number, learned, obs_stats, return_stats, episodes), playing, stop
+        return State(number, learned, obs_stats, return_stats, episodes), playing, metrics
 
-    def repeat(until: jax.Array, *carry: Any) -> tuple[State, Any, jax.Array]:
-        """Repeats `update`. Also returns whether to stop: by a signal, or with `stop_at`."""
-        unfinished = lambda carry: (carry[0].number < until) & ~carry[2]  # noqa: E731
-        return jax.lax.while_loop(unfinished, lambda carry: update(*carry[:2]), carry)
+    def act(state: State, _: None, obs: Any, info: dict[str, Any]) -> tuple[None, jax.Array]:
+        outputs, _ = network.apply(state.learned.params, state.obs_stats, inputs(obs, info))
+        return None, network.to_env(network.sample(outputs, None))
 
-    def evaluate(state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
-        """Plays an episode in each env with the most probable actions. Returns the returns, `[num_envs]`."""
-
-        def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, jax.Array]:
-            obs = inputs(timestep.obs, timestep.info)
-            outputs, _ = network.apply(state.learned.params, state.obs_stats, obs)
-            return None, network.to_env(network.sample(outputs, None))
-
-        return play_episodes(act, None, handle, timestep, max_steps=config.eval_steps)
-
-    state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-    program, score, stop = jax.jit(repeat), jax.jit(evaluate), False
-    evaluation = lambda: score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))  # noqa: E731
-    if config.evaluate:
-        run.report(evaluation())
-        return
-    with run.signals():
-        run.show("compiling")
-        while state.number < num_updates and not stop:
-            until = jnp.minimum(state.number + config.save_every, num_updates)
-            state, playing, stop = jax.block_until_ready(program(until, state, playing, stop))
-            learned = {"params": state.learned.params, "stats": vars(state.obs_stats)}
-            run.save(state, playing, envs, params=learned)
-            run.log(state.number * steps_per_update, evaluation=evaluation().mean())
-
-
-def make_envs(config: Config, env: Any, num_envs: int, **options: Any) -> jaxvec.VectorEnv:
-    options |= {"num_workers": config.num_workers and min(config.num_workers, num_envs), "states": num_envs}
-    options |= {"info": ["action_mask"]} if config.mask_info else {}
-    return jaxvec.make(env, num_envs, **options)
+    params = lambda state: {"params": state.learned.params, "stats": vars(state.obs_stats)}  # noqa: E731
+    run.train(envs, begin, update, params=params, act=act, infos=config.infos)
 
 
 def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> Run:
-    with training(kind, argv, program=program, about="Train PPO on a Gymnasium env.") as (config, run):
-        make, once = partial(make_envs, config), {"autoreset_mode": "EPISODIC"}  # each env plays one episode
-        env = config.env  # or a function that makes an env, and takes `render_mode`
-        with (
-            make(run.film(env, config.video), config.num_envs) as envs,
-            make(env, config.eval_envs, **once) as eval_envs,
-        ):
-            train(config, run, envs, eval_envs)
+    with training(kind, argv, program=program) as (config, run), run.make(info=config.infos) as envs:
+        train(config, run, envs)
     return run
 
 

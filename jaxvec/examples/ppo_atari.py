@@ -4,14 +4,10 @@
     python -m jaxvec.examples.ppo_atari --env ALE/Breakout-v5 --sticky 0
     python -m jaxvec.examples.ppo_atari --resume runs/NAME
 
-The file is complete. Workers return single frames, scores and lives, preprocessed by Gymnasium's
-`AtariPreprocessing`. The program stacks four frames and clips rewards to their sign. It treats a lost life as
-the end of an episode for learning, while the game continues. The reported returns are unclipped scores of
-whole games.
-
-As in every `ALE/...-v5`, the emulator repeats the last action with probability 0.25 in each frame. To compare
-with older results, disable these sticky actions with `--sticky 0`. Each run has a folder in `runs`. Ctrl-C
-ends a run after the current update.
+The file is complete. Workers return single frames and lives, by Gymnasium's `AtariPreprocessing`. The program
+stacks four frames and clips rewards to their sign. A lost life is the end of an episode for learning, while
+the game continues. The reported returns are unclipped scores of whole games. Older results are without sticky
+actions, as with `--sticky 0`. Each run has a folder in `runs`. Ctrl-C saves, and ends the run.
 """
 
 from __future__ import annotations
@@ -27,64 +23,58 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, training
-
-_NUM_FRAMES = 4
+from jaxvec.logging import Episodes, Options, Run, training
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option("ALE/Pong-v5", "id of an ALE game")
-    num_envs: int = option(16, "number of envs, in two alternating halves")
-    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
-    total_steps: int = option(1_000_000, "env steps of four frames each, rounded up to whole updates")
-    num_steps: int = option(64, "steps of each env per update")
-    num_epochs: int = option(2, "passes over the steps of an update")
-    num_minibatches: int = option(4, "gradient steps per pass")
-    lr: float = option(5e-4, "learning rate, falling linearly to 0")
-    gamma: float = option(0.99, "discount per step")
-    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
-    clip: float = option(0.1, "PPO clip range")
-    entropy_weight: float = option(0.01, "weight of the entropy bonus")
-    value_weight: float = option(0.5, "weight of the value loss")
-    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
-    sticky: float = option(0.25, "probability that a frame repeats the last action")
-    stop_at: float | None = option(None, "stop once the mean score reaches this value", float)
-    save_every: int = option(20, "updates between two saves")
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
-    video: int = option(0, "number of envs to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Trains PPO on an Atari game."""
+
+    env: str = "ALE/Pong-v5"  # id of an ALE game
+    num_envs: int = 16  # number of envs, in two alternating halves
+    total_steps: int = 1_000_000  # env steps of four frames each, rounded up to whole updates
+    num_epochs: int = 2  # passes over the steps of an update
+    num_minibatches: int = 4  # gradient steps per pass
+    lr: float = 5e-4  # learning rate, falling linearly to 0
+    gamma: float = 0.99  # discount per step
+    gae_lambda: float = 0.95  # decay of the advantage estimate per step
+    clip: float = 0.1  # PPO clip range
+    entropy_weight: float = 0.01  # weight of the entropy bonus
+    value_weight: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # maximum norm of the gradient
+    sticky: float = 0.25  # probability that a frame repeats the last action
 
     def __post_init__(self) -> None:
-        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
-        if min(*sizes, self.save_every) < 1:
-            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
+        super().__post_init__()
         if self.num_envs % 2:
             raise ValueError("--num-envs must be even, because the envs are split into two halves")
-        if self.steps_per_update % self.num_minibatches:
+        if min(self.num_epochs, self.num_minibatches) < 1 or self.steps_per_update % self.num_minibatches:
             raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
 
-    @property
-    def steps_per_update(self) -> int:
-        return self.num_envs * self.num_steps
+    def env_fn(self) -> Any:
+        """Returns a function that makes the game."""
+        gymnasium.spec(self.env)  # raises an error if there is no such game
+        env_id, sticky = self.env, self.sticky  # without `self`, as workers would then import JAX
 
-    @property
-    def num_updates(self) -> int:
-        return -(-self.total_steps // self.steps_per_update)
+        def game(**options: Any) -> gymnasium.Env[Any, Any]:
+            import ale_py  # pyright: ignore[reportMissingImports]
+
+            gymnasium.register_envs(ale_py)
+            ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner of each worker
+            options |= {"frameskip": 1, "repeat_action_probability": sticky}
+            return AtariPreprocessing(gymnasium.make(env_id, **options))
+
+        return game
 
 
 def patches(images: jax.Array, size: int, stride: int) -> jax.Array:
     """Extracts the inputs of a convolution: `[n, height, width, c]` to `[n, rows, columns, ...]`.
 
-    A `Dense` layer on patches is a convolution. `nn.Conv` is better on a GPU, but on two cores its gradient
-    took twenty times as long inside a loop (jaxlib 0.10.2). `size` and the sides of the images must be
-    multiples of `stride`.
+    A `Dense` layer on patches is a convolution. On two cores, the gradient of `nn.Conv` took twenty times as
+    long inside a loop (jaxlib 0.10.2). `size` and the sides of the images must be multiples of `stride`.
     """
     n, height, width, c = images.shape
     rows, columns = height // stride, width // stride
@@ -122,7 +112,7 @@ def push(frames: jax.Array, newest: jax.Array) -> jax.Array:
 
 def repeated(first: jax.Array) -> jax.Array:
     """Returns the frames at the start of a game: `[n, 84, 84]` repeated to `[n, 84, 84, 4]`."""
-    return jnp.repeat(first[..., None], _NUM_FRAMES, axis=-1)
+    return jnp.repeat(first[..., None], 4, axis=-1)
 
 
 def evaluate(logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -194,7 +184,6 @@ class Agent:
     """The parts that do not change during training, and the functions that are compiled."""
 
     def __init__(self, config: Config, action_space: Any) -> None:
-        assert isinstance(action_space, spaces.Discrete)
         self.config: Config = config
         self.network: Any = NatureNetwork(int(action_space.n))  # Any: flax annotates no type of `apply`
         num_steps = config.num_updates * config.num_epochs * config.num_minibatches
@@ -255,9 +244,8 @@ class Agent:
         handle, now, episodes, step = self.receive(params, handle, first, episodes)
         handle, later, episodes, last_step = self.receive(params, handle, second, episodes)
         # The halves alternate, so two consecutive entries are one step of all envs.
-        steps = jax.tree.map(
-            lambda *leaves: jnp.concatenate([leaves[0], jnp.stack(leaves[1:])]), steps, step, last_step
-        )
+        join = lambda *leaves: jnp.concatenate([leaves[0], jnp.stack(leaves[1:])])  # noqa: E731
+        steps = jax.tree.map(join, steps, step, last_step)
         steps = jax.tree.map(lambda leaf: leaf.reshape(num_steps, -1, *leaf.shape[2:]), steps)
         values = [self.network.apply(params, seen.frames)[1] for seen in (now, later)]
         following = jnp.concatenate([steps.decision.value[1:], jnp.concatenate(values)[None]])
@@ -299,20 +287,12 @@ class Agent:
         (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
         metrics = jax.tree.map(jnp.mean, metrics)
         metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
-        return State(state.number + 1, params, opt_state, episodes), playing, metrics
+        return State(state.number + 1, params, opt_state, episodes), playing, metrics | episodes.means()
 
-    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
-        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
-        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
-
-        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            state, playing, metrics = self.update(*carry[:2])
-            means = state.episodes.means()
-            run.log(state.number * self.config.steps_per_update, **means, **metrics)
-            return state, playing, run.stopping() | (means["episode_return"] >= goal)
-
-        carry = state, playing, jnp.bool_(False)
-        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
+    def best(self, state: State, frames: Any, obs: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the latest frames and the most probable actions, for evaluations."""
+        frames = repeated(obs) if frames is None else push(frames, obs)
+        return frames, self.network.apply(state.params, frames)[0].argmax(-1)
 
 
 def halves(config: Config) -> dict[str, Any]:
@@ -320,43 +300,18 @@ def halves(config: Config) -> dict[str, Any]:
     return {"batch_size": config.num_envs // 2, "recv_order": "sent"}
 
 
-def make_envs(config: Config, run: Run) -> jaxvec.VectorEnv:
-    # The function below must not refer to `config`, as workers would then import JAX.
-    env_id, sticky = config.env, config.sticky
-
-    def game(**options: Any) -> gymnasium.Env[Any, Any]:
-        import ale_py  # pyright: ignore[reportMissingImports]
-
-        gymnasium.register_envs(ale_py)
-        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner of each worker
-        options |= {"frameskip": 1, "repeat_action_probability": sticky}
-        return AtariPreprocessing(gymnasium.make(env_id, **options))
-
-    options: Any = {"num_workers": config.num_workers, "states": config.num_envs, **halves(config)}
-    return jaxvec.make(run.film(game, config.video), config.num_envs, info={"lives": int}, **options)
-
-
-def train(config: Config, run: Run) -> None:
-    """Trains, or continues a run, and writes its folder."""
-    with make_envs(config, run) as envs:
-        agent = Agent(config, envs.single_action_space)
-        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-        program, stop = jax.jit(partial(agent.train, run)), False
-        with run.signals():
-            run.show("compiling")
-            while state.number < config.num_updates and not stop:
-                until = jnp.minimum(state.number + config.save_every, config.num_updates)
-                state, playing, stop = jax.block_until_ready(program(state, playing, until))
-                run.save(state, playing, envs, params={"params": state.params})
-
-
 def main(argv: Sequence[str] | None = None) -> Run:
     if missing := [name for name in ("ale_py", "cv2") if importlib.util.find_spec(name) is None]:
         packages = 'pip install "ale-py>=0.11" "opencv-python-headless>=4.8"'
         raise SystemExit(f"this example needs {', '.join(missing)}: {packages}")
     gymnasium.register_envs(importlib.import_module("ale_py"))
-    with training(Config, argv, program="ppo_atari", about="Train PPO on an Atari game.") as (config, run):
-        train(config, run)
+    with (
+        training(Config, argv, program="ppo_atari") as (config, run),
+        run.make(info={"lives": int}, **halves(config)) as envs,
+    ):
+        agent = Agent(config, envs.single_action_space)
+        options: Any = {"params": lambda state: {"params": state.params}, "evaluate_at_saves": False}
+        run.train(envs, agent.begin, agent.update, act=agent.best, **options)
     return run
 
 

@@ -15,20 +15,21 @@ from importlib.util import find_spec
 
 from jaxvec import _util
 from jaxvec.examples import ppo
-from jaxvec.logging import Run, option
+from jaxvec.logging import Run
 
 
 @dataclass(frozen=True)
 class Config(ppo.Config):
-    env: str = option("HalfCheetah-v5", "Gymnasium id of a MuJoCo env")
-    num_envs: int = option(16, "number of envs")
-    num_steps: int = option(128, "steps of each env in an update")
-    total_steps: int = option(2_000_000, "env steps, rounded up to a multiple of num-envs x num-steps")
-    num_epochs: int = option(10, "passes over the steps of an update")
-    num_minibatches: int = option(32, "gradient steps per pass")
-    lr: float = option(3e-4, "learning rate, falling linearly to 0")
-    entropy_weight: float = option(0.0, "weight of the entropy bonus")
-    scale_by_return: bool = option(True, "divide rewards by the standard deviation of discounted returns")
+    """Trains PPO on a MuJoCo env of Gymnasium."""
+
+    env: str = "HalfCheetah-v5"  # Gymnasium id of a MuJoCo env
+    num_envs: int = 16  # number of envs
+    num_steps: int = 128  # steps of each env in an update
+    total_steps: int = 2_000_000  # env steps, rounded up to a multiple of num-envs x num-steps
+    num_epochs: int = 10  # passes over the steps of an update
+    num_minibatches: int = 32  # gradient steps per pass
+    lr: float = 3e-4  # learning rate, falling linearly to 0
+    entropy_weight: float = 0.0  # weight of the entropy bonus
 
 
 def main(argv: Sequence[str] | None = None) -> Run:

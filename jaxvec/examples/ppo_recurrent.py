@@ -5,14 +5,13 @@
 
 With the first command, the agent observes only the positions of cart and pole, so it needs a memory to
 estimate their velocities. The memory is cleared at the end of an episode. Each run has a folder in `runs`.
-Ctrl-C ends a run after the current update, and `--resume runs/NAME` continues it.
+Ctrl-C saves, and ends the run; `--resume runs/NAME` continues it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,56 +21,33 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, play_episodes, training
+from jaxvec.logging import Episodes, Options, Run, training
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option("CartPole-v1", "Gymnasium id")
-    entries: str = option("0,2", "indices of the observation entries that the agent sees, from 0")
-    num_units: int = option(64, "size of the memory")
-    num_envs: int = option(64, "number of envs")
-    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
-    total_steps: int = option(524_288, "env steps, rounded up to a multiple of num-envs x num-steps")
-    num_steps: int = option(64, "steps of each env per update")
-    num_epochs: int = option(4, "passes over the steps of an update")
-    num_minibatches: int = option(8, "gradient steps per pass")
-    lr: float = option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = option(0.99, "discount per step")
-    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
-    clip: float = option(0.2, "PPO clip range")
-    entropy_weight: float = option(0.005, "weight of the entropy bonus")
-    value_weight: float = option(0.5, "weight of the value loss")
-    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
-    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
-    save_every: int = option(100, "updates between two saves, each with an evaluation")
-    eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
-    evaluate: str | None = option(None, "play episodes with the policy of the run in this folder", str)
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
-    video: int = option(0, "number of envs to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Trains PPO with a GRU on a partially observed Gymnasium env."""
+
+    entries: tuple[int, ...] = (0, 2)  # indices of the observation entries that the agent sees, from 0
+    num_units: int = 64  # size of the memory
+    total_steps: int = 524_288  # env steps, rounded up to a multiple of num-envs x num-steps
+    num_epochs: int = 4  # passes over the steps of an update
+    num_minibatches: int = 8  # gradient steps per pass
+    lr: float = 1e-3  # learning rate, falling linearly to 0
+    gamma: float = 0.99  # discount per step
+    gae_lambda: float = 0.95  # decay of the advantage estimate per step
+    clip: float = 0.2  # PPO clip range
+    entropy_weight: float = 0.005  # weight of the entropy bonus
+    value_weight: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # maximum norm of the gradient
 
     def __post_init__(self) -> None:
-        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
-        if min(*sizes, self.save_every, self.eval_envs) < 1:
-            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
-        if self.num_envs % self.num_minibatches:
+        super().__post_init__()
+        if min(self.num_epochs, self.num_minibatches) < 1 or self.num_envs % self.num_minibatches:
             raise ValueError(
                 "--num-envs must be a multiple of --num-minibatches, because minibatches contain whole envs"
             )
-        if not all(entry.strip().isdecimal() for entry in self.entries.split(",")):
-            raise ValueError(f"--entries must be comma-separated numbers, not {self.entries!r}")
-
-    @property
-    def steps_per_update(self) -> int:
-        return self.num_envs * self.num_steps
-
-    @property
-    def num_updates(self) -> int:
-        return -(-self.total_steps // self.steps_per_update)
 
 
 class RecurrentActorCritic(nn.Module):
@@ -154,8 +130,7 @@ class Agent:
             raise SystemExit(f"{config.env}: this PPO takes observations with one axis, not {obs_space}")
         if not isinstance(action_space, spaces.Discrete):
             raise SystemExit(f"{config.env}: this PPO takes Discrete actions, not {action_space}")
-        self.entries: tuple[int, ...] = tuple(map(int, config.entries.split(",")))
-        last, size = max(self.entries), obs_space.shape[0]
+        last, size = max(config.entries), obs_space.shape[0]
         if last >= size:
             raise SystemExit(f"{config.env}: --entries {last} is out of range for {size} entries")
         self.config: Config = config
@@ -170,7 +145,7 @@ class Agent:
 
     def encode(self, obs: jax.Array) -> jax.Array:
         """Selects the visible entries, `[num_envs, obs_size]` float32."""
-        return obs[:, jnp.array(self.entries)].astype(jnp.float32)
+        return obs[:, jnp.array(self.config.entries)].astype(jnp.float32)
 
     def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Playing]:
         """Returns the initial states, given the `handle` and `timestep` of a reset."""
@@ -250,62 +225,22 @@ class Agent:
         metrics = jax.tree.map(jnp.mean, metrics)
         metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
         obs_stats = state.obs_stats.update(steps.raw)
-        return State(state.number + 1, params, opt_state, obs_stats, episodes), playing, metrics
+        state = State(state.number + 1, params, opt_state, obs_stats, episodes)
+        return state, playing, metrics | episodes.means()
 
-    def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
-        """Plays an episode in each env with the most probable actions. Returns the returns, `[num_envs]`."""
-
-        def act(memory: jax.Array, timestep: jaxvec.TimeStep) -> tuple[jax.Array, jax.Array]:
-            obs = state.obs_stats.normalize(self.encode(timestep.obs))
-            memory, logits, _ = self.network.apply(state.params, memory, obs)
-            return memory, logits.argmax(-1) + self.first_action
-
-        memory = jnp.zeros((self.config.eval_envs, self.config.num_units))
-        return play_episodes(act, memory, handle, timestep)
-
-    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
-        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
-        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
-
-        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            state, playing, metrics = self.update(*carry[:2])
-            means = state.episodes.means()
-            run.log(state.number * self.config.steps_per_update, **means, **metrics)
-            return state, playing, run.stopping() | (means["episode_return"] >= goal)
-
-        carry = state, playing, jnp.bool_(False)
-        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
-
-
-def train(config: Config, run: Run) -> None:
-    """Trains, or continues a run, and writes its folder."""
-    options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
-    with (
-        jaxvec.make(run.film(config.env, config.video), config.num_envs, **options) as envs,
-        jaxvec.make(config.env, config.eval_envs, num_workers=1, autoreset_mode="EPISODIC") as eval_envs,
-    ):
-        agent = Agent(config, envs.single_observation_space, envs.single_action_space)
-        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-        program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
-        evaluation = lambda: score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))  # noqa: E731
-        if config.evaluate:
-            run.report(evaluation())
-            return
-        with run.signals():
-            run.show("compiling")
-            stop = False
-            while state.number < config.num_updates and not stop:
-                until = jnp.minimum(state.number + config.save_every, config.num_updates)
-                state, playing, stop = jax.block_until_ready(program(state, playing, until))
-                learned = {"params": state.params, "stats": vars(state.obs_stats)}
-                run.save(state, playing, envs, params=learned)
-                run.log(state.number * config.steps_per_update, evaluation=evaluation().mean())
+    def best(self, state: State, memory: Any, obs: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the next memory and the most probable actions, for evaluations."""
+        obs = state.obs_stats.normalize(self.encode(obs))
+        memory = jnp.zeros((len(obs), self.config.num_units)) if memory is None else memory
+        memory, logits, _ = self.network.apply(state.params, memory, obs)
+        return memory, logits.argmax(-1) + self.first_action
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    about = "Train PPO with a GRU on a partially observed Gymnasium env."
-    with training(Config, argv, program="ppo_recurrent", about=about) as (config, run):
-        train(config, run)
+    with training(Config, argv, program="ppo_recurrent") as (config, run), run.make() as envs:
+        agent = Agent(config, envs.single_observation_space, envs.single_action_space)
+        params = lambda state: {"params": state.params, "stats": vars(state.obs_stats)}  # noqa: E731
+        run.train(envs, agent.begin, agent.update, params=params, act=agent.best)
     return run
 
 

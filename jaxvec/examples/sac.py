@@ -6,14 +6,13 @@
 
 The program has two critics, a policy that is squashed to the action bounds, and a learned temperature. The
 buffer is flashbax's: arrays on the device, which the compiled loop writes to. Each run has a folder in
-`runs`. Ctrl-C ends a run after the current update.
+`runs`. Ctrl-C saves, and ends the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, play_episodes, training
+from jaxvec.logging import Episodes, Options, Run, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -34,42 +33,25 @@ except ImportError as _error:
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option("Pendulum-v1", "Gymnasium id of an env with Box observations and actions")
-    num_envs: int = option(4, "number of envs")
-    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
-    total_steps: int = option(24_000, "env steps, rounded up to a multiple of num-envs x num-steps")
-    num_steps: int = option(200, "steps of each env between two reports")
-    buffer_size: int = option(100_000, "transitions to store, rounded up to a multiple of num-envs")
-    learn_after: int = option(1_000, "transitions before the first gradient step")
-    gradient_steps: int = option(4, "gradient steps after each step of the envs")
-    batch_size: int = option(128, "transitions per gradient step")
-    gamma: float = option(0.99, "discount per step")
-    lr: float = option(1e-3, "learning rate")
-    tau: float = option(0.01, "step size of the target critics' update after each gradient step")
-    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
-    save_every: int = option(100, "reports between two saves, each with an evaluation")
-    eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
-    evaluate: str | None = option(None, "play episodes with the policy of the run in this folder", str)
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
-    video: int = option(0, "number of envs to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Trains SAC on a Gymnasium env with Box observations and actions."""
+
+    env: str = "Pendulum-v1"  # Gymnasium id of an env with Box observations and actions
+    num_envs: int = 4  # number of envs
+    total_steps: int = 24_000  # env steps, rounded up to a multiple of num-envs x num-steps
+    num_steps: int = 200  # steps of each env between two reports
+    buffer_size: int = 100_000  # transitions to store, rounded up to a multiple of num-envs
+    learn_after: int = 1_000  # transitions before the first gradient step
+    gradient_steps: int = 4  # gradient steps after each step of the envs
+    batch_size: int = 128  # transitions per gradient step
+    gamma: float = 0.99  # discount per step
+    lr: float = 1e-3  # learning rate
+    tau: float = 0.01  # step size of the target critics' update after each gradient step
 
     def __post_init__(self) -> None:
-        if min(self.num_envs, self.num_steps, self.total_steps, self.save_every, self.eval_envs) < 1:
-            raise ValueError("the numbers of envs and steps must be at least 1")
+        super().__post_init__()
         if not 1 <= self.batch_size <= self.learn_after <= self.buffer_size:
             raise ValueError("--batch-size must be at most --learn-after, and that at most --buffer-size")
-
-    @property
-    def steps_per_update(self) -> int:
-        return self.num_envs * self.num_steps
-
-    @property
-    def num_updates(self) -> int:
-        return -(-self.total_steps // self.steps_per_update)
 
 
 class Mlp(nn.Module):
@@ -270,60 +252,21 @@ class Agent:
         keys = jax.random.split(key, (self.config.num_steps, 2))
         steps = jnp.arange(self.config.num_steps), keys
         (state, playing), metrics = jax.lax.scan(step, (state, playing), steps)
-        return state._replace(number=state.number + 1), playing, jax.tree.map(jnp.nanmean, metrics)
+        metrics = jax.tree.map(jnp.nanmean, metrics) | state.episodes.means()
+        return state._replace(number=state.number + 1), playing, metrics
 
-    def score(self, state: State, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> jax.Array:
-        """Plays an episode in each env with the policy's means. Returns the returns, `[num_envs]`."""
-
-        def act(_: None, timestep: jaxvec.TimeStep) -> tuple[None, jax.Array]:
-            obs = state.obs_stats.normalize(encode(timestep.obs))
-            mean = jnp.split(self.policy.apply(state.learned.weights.policy, obs), 2, axis=-1)[0]
-            return None, self.to_env(jnp.tanh(mean))
-
-        return play_episodes(act, None, handle, timestep)
-
-    def train(self, run: Run, state: State, playing: Playing, until: jax.Array) -> tuple[Any, ...]:
-        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
-        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
-
-        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            state, playing, metrics = self.update(*carry[:2])
-            means = state.episodes.means()
-            run.log(state.number * self.config.steps_per_update, **means, **metrics)
-            return state, playing, run.stopping() | (means["episode_return"] >= goal)
-
-        carry = state, playing, jnp.bool_(False)
-        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[2], body, carry)
-
-
-def train(config: Config, run: Run) -> None:
-    """Trains, or continues a run, and writes its folder."""
-    options: Any = {"num_workers": config.num_workers, "states": config.num_envs}
-    with (
-        jaxvec.make(run.film(config.env, config.video), config.num_envs, **options) as envs,
-        jaxvec.make(config.env, config.eval_envs, num_workers=1, autoreset_mode="EPISODIC") as eval_envs,
-    ):
-        agent = Agent(config, envs.single_observation_space, envs.single_action_space)
-        state, playing = run.load(*jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-        program, score = jax.jit(partial(agent.train, run)), jax.jit(agent.score)
-        evaluation = lambda: score(state, *jaxvec.reset(eval_envs, seed=config.seed + 10_000))  # noqa: E731
-        if config.evaluate:
-            run.report(evaluation())
-            return
-        with run.signals():
-            run.show("compiling")
-            stop = False
-            while state.number < config.num_updates and not stop:
-                until = jnp.minimum(state.number + config.save_every, config.num_updates)
-                state, playing, stop = jax.block_until_ready(program(state, playing, until))
-                learned = {"params": state.learned.weights.policy, "stats": vars(state.obs_stats)}
-                run.save(state, playing, envs, params=learned)
-                run.log(state.number * config.steps_per_update, evaluation=evaluation().mean())
+    def best(self, state: State, _: None, obs: jax.Array, __: Any) -> tuple[None, jax.Array]:
+        """Returns the means of the policy, for evaluations."""
+        obs = state.obs_stats.normalize(encode(obs))
+        mean = jnp.split(self.policy.apply(state.learned.weights.policy, obs), 2, axis=-1)[0]
+        return None, self.to_env(jnp.tanh(mean))
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    with training(Config, argv, program="sac", about="Train SAC on a Gymnasium env.") as (config, run):
-        train(config, run)
+    with training(Config, argv, program="sac") as (config, run), run.make() as envs:
+        agent = Agent(config, envs.single_observation_space, envs.single_action_space)
+        params = lambda state: {"params": state.learned.weights.policy, "stats": vars(state.obs_stats)}  # noqa: E731
+        run.train(envs, agent.begin, agent.update, params=params, act=agent.best)
     return run
 
 

@@ -7,7 +7,7 @@ r"""Gumbel MuZero that plans with the envs themselves: it learns a policy and a 
 All of training is one `jax.jit`. Before each step, mctx searches a tree. The model is `jaxvec.simulate`,
 which steps copies of the envs. A network gives the prior policy and the value of each node. It learns the
 policy that the search found, and returns that bootstrap from the values of the search. Evaluations compare
-the policy alone with the search. Each run has a folder in `runs`. Ctrl-C ends a run after the current update.
+the policy alone with the search. Each run has a folder in `runs`. Ctrl-C saves, and ends the run.
 
 The state of an env includes its random generator, so the search foresees random events. That makes no
 difference for envs that are deterministic after their reset, such as CartPole.
@@ -18,7 +18,6 @@ difference for envs that are deterministic after their reset, such as CartPole.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from flax.training.train_state import TrainState
 from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, option, training
+from jaxvec.logging import Episodes, Options, Run, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -43,50 +42,31 @@ except ImportError as _error:
 
 
 @dataclass(frozen=True)
-class Config:
-    env: str = option("CartPole-v1", "Gymnasium id of an env with Discrete actions")
-    env_options: str = option("{}", "JSON object with further arguments of jaxvec.make")
-    num_envs: int = option(16, "number of envs")
-    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
-    total_steps: int = option(49_152, "env steps, without those of copies, rounded up to whole updates")
-    num_steps: int = option(32, "steps of each env per update")
-    num_simulations: int = option(16, "nodes that a search adds to its tree before each env step")
-    value_scale: float = option(0.03, "weight of the values, compared with the prior policy, in a search")
-    num_epochs: int = option(4, "passes over the steps of an update")
-    num_minibatches: int = option(8, "gradient steps per pass")
-    lr: float = option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = option(0.99, "discount per step")
-    trace_decay: float = option(0.8, "decay of the value target per step")
-    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
-    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
-    save_every: int = option(32, "updates between two saves, each with an evaluation")
-    eval_envs: int = option(8, "episodes of an evaluation, with the search and with the policy alone")
-    eval_steps: int = option(10_000, "maximum number of steps of an evaluated episode")
-    evaluate: str | None = option(None, "play episodes with the search of the run in this folder", str)
-    seed: int = option(0, "random seed")
-    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
-    video: int = option(0, "number of evaluated episodes to film; needs moviepy")
-    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
-    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
+class Config(Options):
+    """Learns a policy and a value by tree search with copies of Gymnasium envs."""
+
+    env: str = "CartPole-v1"  # Gymnasium id of an env with Discrete actions
+    env_kwargs: str = "{}"  # JSON object with arguments of the env or of jaxvec.make, such as max_sizes
+    num_envs: int = 16  # number of envs
+    total_steps: int = 49_152  # env steps, without those of copies, rounded up to whole updates
+    num_steps: int = 32  # steps of each env per update
+    num_simulations: int = 16  # nodes that a search adds to its tree before each env step
+    value_scale: float = 0.03  # weight of the values, compared with the prior policy, in a search
+    num_epochs: int = 4  # passes over the steps of an update
+    num_minibatches: int = 8  # gradient steps per pass
+    lr: float = 1e-3  # learning rate, falling linearly to 0
+    gamma: float = 0.99  # discount per step
+    trace_decay: float = 0.8  # decay of the value target per step
+    max_grad_norm: float = 0.5  # maximum norm of the gradient
 
     def __post_init__(self) -> None:
-        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
-        if min(*sizes, self.num_simulations, self.save_every, self.eval_envs) < 1:
-            raise ValueError("the numbers of envs, steps, simulations and passes must be at least 1")
-        if self.num_envs * self.num_steps % self.num_minibatches:
+        super().__post_init__()
+        if min(self.num_simulations, self.num_epochs, self.num_minibatches) < 1:
+            raise ValueError("the numbers of simulations and passes must be at least 1")
+        if self.steps_per_update % self.num_minibatches:
             raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
-        if self.video > self.eval_envs:
-            raise ValueError("--video must be at most --eval-envs")
-        if not isinstance(self.make_options, dict):
-            raise ValueError('--env-options must be a JSON object, such as {"is_slippery": false}')
-
-    @property
-    def make_options(self) -> Any:
-        """Further arguments of `jaxvec.make`."""
-        try:
-            return json.loads(self.env_options)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--env-options is not JSON: {error}") from error
+        if self.video > self.eval_episodes:
+            raise ValueError("--video must be at most --eval-episodes")
 
 
 def encode(space: Space[Any], obs: Any) -> jax.Array:
@@ -165,16 +145,14 @@ def returns(config: Config, steps: Steps, last_value: jax.Array) -> jax.Array:
 
 
 def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.VectorEnv, film: Any) -> None:
-    """Trains, or continues a run, and writes its folder. `film` is the envs to film, or None."""
+    """Trains, or continues or evaluates a run. `film` is the envs to film, or None."""
     obs_space, space = envs.single_observation_space, envs.single_action_space
     if not isinstance(space, spaces.Discrete):
         raise SystemExit(f"{config.env}: this search takes Discrete actions, not {space}")
     start: int = int(space.start)
     network: Any = PolicyValue(int(space.n))  # Any because flax annotates no result type for `apply`
-    steps_per_update = config.num_envs * config.num_steps
-    num_updates = -(-config.total_steps // steps_per_update)
-    num_minibatches = config.num_epochs * config.num_minibatches
-    adam = optax.adam(optax.linear_schedule(config.lr, 0, num_updates * num_minibatches))
+    num_gradients = config.num_epochs * config.num_minibatches  # of an update
+    adam = optax.adam(optax.linear_schedule(config.lr, 0, config.num_updates * num_gradients))
     # All parameters in one vector: there are fewer operations to compile and run.
     optimizer = optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam))
 
@@ -233,8 +211,8 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1).mean()
         return improvement + error, {"policy_loss": improvement, "value_loss": error, "entropy": entropy}
 
-    def update(state: State, playing: Any) -> tuple[State, Any, jax.Array]:
-        """Plays `num_steps` steps in every env, learns and reports. Also returns whether to stop."""
+    def update(state: State, playing: Any) -> tuple[State, Any, dict[str, jax.Array]]:
+        """Plays `num_steps` steps in every env, and learns from them. Also returns metrics, `[]`."""
         # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
         play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
         learned = state.learned
@@ -253,28 +231,19 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
         target = returns(config, steps, predict(learned, playing[1])[1])
         obs_stats, value_stats = learned.obs_stats.update(steps.obs), learned.value_stats.update(target)
         batch = obs_stats.normalize(steps.obs), steps.policy, value_stats.normalize(target)
-        batch = jax.tree.map(lambda leaf: leaf.reshape(steps_per_update, *leaf.shape[2:]), batch)
+        batch = jax.tree.map(lambda leaf: leaf.reshape(config.steps_per_update, *leaf.shape[2:]), batch)
 
         def descend(train: TrainState, chosen: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
             minibatch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), batch)
             gradient, metrics = jax.grad(loss, has_aux=True)(train.params, *minibatch)
             return train.apply_gradients(grads=gradient), metrics
 
-        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, steps_per_update)))
-        trained, metrics = jax.lax.scan(descend, learned.train, order.reshape(num_minibatches, -1))
+        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, config.steps_per_update)))
+        trained, metrics = jax.lax.scan(descend, learned.train, order.reshape(num_gradients, -1))
         metrics = jax.tree.map(jnp.mean, metrics) | {"value": target.mean()} | episodes.means()
-        number = state.number + 1
-        run.log(number * steps_per_update, **metrics)
-        goal = jnp.inf if config.stop_at is None else config.stop_at
-        stop = run.stopping() | (metrics["episode_return"] >= goal)
-        return State(number, Learned(trained, obs_stats, value_stats), episodes), playing, stop
+        return State(state.number + 1, Learned(trained, obs_stats, value_stats), episodes), playing, metrics
 
-    def repeat(until: jax.Array, *carry: Any) -> tuple[State, Any, jax.Array]:
-        """Repeats `update`. Also returns whether to stop: by a signal, or with `stop_at`."""
-        unfinished = lambda carry: (carry[0].number < until) & ~carry[2]  # noqa: E731
-        return jax.lax.while_loop(unfinished, lambda carry: update(*carry[:2]), carry)
-
-    def evaluate(with_search: bool, learned: Learned, film: Any, handle: Any, timestep: Any) -> jax.Array:
+    def play(with_search: bool, learned: Learned, film: Any, handle: Any, timestep: Any) -> jax.Array:
         """Plays an episode in each env without noise. Returns the returns, `[num_envs]`."""
 
         def unfinished(carry: Any) -> jax.Array:
@@ -293,49 +262,38 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
                 film, _ = jaxvec.step(film, action[: config.video])
             return film, *jaxvec.step(handle, action), number + 1
 
-        _, _, timestep, _ = jax.lax.while_loop(unfinished, body, (film, handle, timestep, 0))
-        return timestep.info["episode_return"]
+        return jax.lax.while_loop(unfinished, body, (film, handle, timestep, 0))[2].info["episode_return"]
 
-    state, playing = run.load(*jax.jit(begin)(*jaxvec.reset(envs, seed=config.seed)), envs=envs)
-    program, stop = jax.jit(repeat), False
-    alone, searched = (jax.jit(partial(evaluate, with_search)) for with_search in (False, True))
-    seed = config.seed + 10_000
-    if config.evaluate:
-        run.report(searched(state.learned, None, *jaxvec.reset(eval_envs, seed=seed)))
-        return
-    with run.signals():
-        run.show("compiling")
-        while state.number < num_updates and not stop:
-            until = jnp.minimum(state.number + config.save_every, num_updates)
-            state, playing, stop = jax.block_until_ready(program(until, state, playing, stop))
-            learned = state.learned
-            stats = {"stats": vars(learned.obs_stats), "value_stats": vars(learned.value_stats)}
-            run.save(state, playing, envs, params={"params": learned.train.params, **stats})
-            if run.stopped:
-                break  # an evaluation may take long
-            policy = alone(learned, None, *jaxvec.reset(eval_envs, seed=seed))
-            filmed = jaxvec.reset(film, seed=seed)[0] if film is not None else None
-            score = searched(learned, filmed, *jaxvec.reset(eval_envs, seed=seed))
-            run.log(state.number * steps_per_update, evaluation=score.mean(), policy_evaluation=policy.mean())
+    alone, searched = (jax.jit(partial(play, with_search)) for with_search in (False, True))
 
+    def evaluate(state: State) -> dict[str, jax.Array]:
+        """Returns the returns of evaluated episodes, with the search and with the policy alone."""
+        seed, filmed = config.seed + 10_000, None
+        policy = alone(state.learned, None, *jaxvec.reset(eval_envs, seed=seed))
+        if film is not None:
+            filmed, _ = jaxvec.reset(film, seed=seed)
+        score = searched(state.learned, filmed, *jaxvec.reset(eval_envs, seed=seed))
+        return {"evaluation": score, "policy_evaluation": policy}
 
-def make_envs(config: Config, env: Any, num_envs: int, **options: Any) -> jaxvec.VectorEnv:
-    options |= {"num_workers": config.num_workers and min(config.num_workers, num_envs)}
-    # The states of one search: the root and the nodes that it adds to each tree.
-    options |= {"states": num_envs * (1 + config.num_simulations)}
-    return jaxvec.make(env, num_envs, **options, **config.make_options)
+    def params(state: State) -> dict[str, Any]:
+        """Returns what other programs may load from a checkpoint."""
+        learned = state.learned
+        stats = {"stats": vars(learned.obs_stats), "value_stats": vars(learned.value_stats)}
+        return {"params": learned.train.params, **stats}
+
+    run.train(envs, begin, update, params=params, evaluate=evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
-    about = "Learn a policy and a value by tree search with copies of Gymnasium envs."
-    with training(Config, argv, program="search", about=about) as (config, run):
-        make, once = partial(make_envs, config), {"autoreset_mode": "EPISODIC"}  # each env plays one episode
-        env, num_films = config.env, config.video
-        films = make(run.film(env, num_films), num_films, **once) if num_films else nullcontext()
+    with training(Config, argv, program="search") as (config, run):
+        # The states of one search: the root and the nodes that it adds to each tree.
+        num_states, once = 1 + config.num_simulations, {"autoreset_mode": "EPISODIC"}
+        num_films, episodes = config.video, config.eval_episodes
+        films = run.make(video=num_films, num_envs=num_films, **once) if num_films else nullcontext()
         with (
             films as film,
-            make(env, config.num_envs) as envs,
-            make(env, config.eval_envs, **once) as eval_envs,
+            run.make(video=0, states=config.num_envs * num_states) as envs,
+            run.make(video=0, num_envs=episodes, states=episodes * num_states, **once) as eval_envs,
         ):
             train(config, run, envs, eval_envs, film)
     return run

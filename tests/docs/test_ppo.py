@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support.probe import main as command_line
-from support.runs import assert_same_params, assert_same_state, load_params
+from support.runs import assert_same_params, assert_same_state, load_params, load_state
 
 from jaxvec.examples import ppo, ppo_mujoco
 from jaxvec.normalize import RunningMeanStd
 
 SMALL = [
     *("--num-envs", "4", "--num-workers", "1", "--num-steps", "16", "--num-minibatches", "2"),
-    *("--eval-envs", "2", "--eval-steps", "50"),
+    *("--eval-episodes", "2", "--eval-steps", "50"),
 ]
 
 
@@ -38,6 +40,11 @@ def rows_of(folder):
 
 def column(folder, name):
     return [float(row[name]) for row in rows_of(folder) if row[name]]
+
+
+def error_in(text):
+    """Returns an error as one line, without the frame around it."""
+    return " ".join(text.replace("│", " ").split())
 
 
 class TargetEnv(gymnasium.Env):
@@ -98,7 +105,7 @@ def returns_of(folder):
     empty = np.zeros(0)  # which Orbax restores as None
     stats = RunningMeanStd(**{name: empty if each is None else each for name, each in saved["stats"].items()})
     returns = []
-    for number in range(config.eval_envs):
+    for number in range(config.eval_episodes):
         env = gymnasium.make(config.env)
         network = jax.jit(ppo.ActorCritic(env.action_space).apply)
         start = int(env.action_space.start)
@@ -131,23 +138,74 @@ def test_a_signal_ends_a_copy_of_ppo_with_results(name, capsys):
         assert program.stderr.readline() == "compiling\n"
         assert "steps/s" in program.stderr.readline()
         os.kill(program.pid, signal.Signals[name])
+        assert "stopping: this update is completed and saved" in program.stderr.readline()
         out, err = program.communicate(timeout=200)
     assert program.returncode == 130
     assert "Traceback" not in err
     assert out.count("\n") == 1
-    assert out.startswith("stopped after ")
+    assert out.startswith("stopped: mean return ")
     assert out.endswith("continue with --resume runs/a\n")
-    score = out.partition("score ")[2].partition(";")[0]
-    assert f"{np.mean(returns_of(Path('runs/a'))):.6g}" == score
-    assert f"{column('runs/a', 'evaluation')[-1]:.6g}" == score
     assert Path("runs/a/curve.png").exists()
+    ppo.main(["--evaluate", "runs/a"])
+    returns = returns_of(Path("runs/a"))
+    expected = f"mean return {np.mean(returns):.6g} ± {np.std(returns):.3g} over 2 episodes\n"
+    assert capsys.readouterr().out == expected
+
+
+# A worker waits in its step, so that no update ends, and in one case the program has not even logged.
+STUCK = """
+import sys, threading
+import gymnasium
+from jaxvec.examples import ppo
+
+class Stuck(gymnasium.Wrapper):
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps > STEPS:
+            threading.Event().wait()
+        return super().step(action)
+
+gymnasium.register("Stuck-v0", lambda: Stuck(gymnasium.make("CartPole-v1")), disable_env_checker=True)
+ppo.main(["--env", "Stuck-v0", "--num-envs", "1", "--num-workers", "1", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("steps", [0, 16], ids=["before the first update", "by a second signal"])
+def test_a_program_that_hangs_ends_at_once_by_signals(steps):
+    options = "--num-steps 16 --num-minibatches 1 --name a"
+    words = [sys.executable, "-c", STUCK.replace("STEPS", str(steps)), *options.split()]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr.readline() == "compiling\n"
+        if steps:
+            assert "steps/s" in program.stderr.readline()
+            os.kill(program.pid, signal.SIGINT)
+            assert program.stderr.readline().startswith("stopping: ")
+        os.kill(program.pid, signal.SIGINT)
+        assert program.stderr.read() == "interrupted\n"
+        assert program.wait(timeout=200) == 130
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_the_same_result():
+    options = [*SMALL, "--total-steps", "6400"]
+    words = [sys.executable, "-m", "jaxvec.examples.ppo", *options, "--save-every", "0", "--name", "killed"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as program:
+        while not any(Path("runs").glob("killed/checkpoints/[3-9]")):  # amid the saves of later updates
+            assert program.poll() is None
+            program.stderr.readline() or time.sleep(0)
+        program.kill()
+    assert program.wait() == -signal.SIGKILL
+    assert ppo.main(["--resume", "runs/killed", "--save-every", "1e9"]).env_steps == 6400
+    ppo.main([*options, "--name", "whole"])
+    assert_same_state("runs/killed", "runs/whole")
 
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one():
-    options = [*SMALL, "--save-every", "3"]
-    whole = ppo.main([*options, "--total-steps", "640", "--name", "whole"])
-    half = ppo.main([*options, "--total-steps", "640", "--name", "half", "--stop-at", "0"])
+    whole = ppo.main([*SMALL, "--total-steps", "640", "--name", "whole"])
+    half = ppo.main([*SMALL, "--total-steps", "640", "--name", "half", "--stop-at", "0"])
     assert half.env_steps < 640
     with Path("runs/half/metrics.csv").open("a") as file:
         file.write("99999" + "," * (len(rows_of("runs/half")[0]) - 1) + "\n")  # as after a crash
@@ -168,9 +226,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
     [
         (spaces.Box(0, 255, (2, 3), np.uint8), spaces.Discrete(3, start=-1), 1),
         (spaces.Discrete(3, start=2), spaces.Box(10, 12, (1,), np.float32), 11.9),
+        (spaces.MultiBinary(2), spaces.MultiDiscrete([3, 2], start=[1, -1]), 3),
         (spaces.Box(-1, 1, (), np.float64), spaces.Box(-np.inf, np.inf, (2, 1), np.float64), 0.5),
     ],
-    ids=["pixels, offset actions", "one-hot, bounded actions", "scalar, unbounded actions"],
+    ids=[
+        "pixels, offset actions",
+        "one-hot, bounded actions",
+        "several numbers",
+        "scalar, unbounded actions",
+    ],
 )
 @pytest.mark.nightly
 def test_ppo_learns_and_takes_each_step_once(observation_space, action_space, best, register, tmp_path):
@@ -182,10 +246,10 @@ def test_ppo_learns_and_takes_each_step_once(observation_space, action_space, be
         disable_env_checker=True,
     )
     options = "--env Target-v0 --num-envs 8 --num-steps 16 --total-steps 10000 --lr 0.005 --gamma 0.5"
-    result = ppo.main([*options.split(), "--name", "a", "--eval-envs", "1"])
+    result = ppo.main([*options.split(), "--name", "a", "--eval-episodes", "1"])
     assert result.env_steps == 10_112  # the next whole update of 128
     steps = sorted(int(count.read_text()) for count in counts.iterdir())
-    assert steps == [10, *[10_112 // 8] * 8]  # one env is evaluated
+    assert steps == [10, *[10_112 // 8] * 8]  # one env plays an episode of the evaluation
     curve = column("runs/a", "episode_return")
     assert curve[-1] > 6
     assert curve[-1] > curve[1] + 1
@@ -239,7 +303,7 @@ class MaskedEnv(gymnasium.Env):
 def test_ppo_learns_from_images_with_legal_actions(leaf, register, capsys):
     register("Masked-v0", lambda: MaskedEnv(leaf), disable_env_checker=True)
     options = "--env Masked-v0 --num-envs 8 --num-workers 1 --num-steps 32 --total-steps 5120 --gamma 0.5"
-    words = [*options.split(), "--eval-envs", "2", "--name", "a", *([] if leaf else ["--mask-info"])]
+    words = [*options.split(), "--eval-episodes", "2", "--name", "a", *([] if leaf else ["--mask-info"])]
     result = ppo.main(words)
     assert column("runs/a", "episode_return")[0] < 7
     assert result.latest("evaluation") > 8
@@ -250,7 +314,7 @@ def test_ppo_learns_from_images_with_legal_actions(leaf, register, capsys):
     expected = f"mean return {np.mean(returns):.6g} ± {np.std(returns):.3g} over 2 episodes\n"
     assert capsys.readouterr().out == expected
     assert np.mean(returns) == result.latest("evaluation")
-    ppo.main(["--evaluate", "runs/a", "--eval-envs", "5", "--video", "2"])
+    ppo.main(["--evaluate", "runs/a", "--eval-episodes", "5"])
     assert capsys.readouterr().out.endswith(" over 5 episodes\n")
     assert before == {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
 
@@ -263,7 +327,7 @@ def test_evaluate_refuses_a_folder_without_a_saved_run(capsys):
     ):
         with pytest.raises(SystemExit):
             ppo.main(words)
-        assert message in capsys.readouterr().err
+        assert message in error_in(capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -301,6 +365,8 @@ def test_ppo_films_envs(env):
     ppo.main([*SMALL, "--env", env, "--total-steps", "640", "--video", "1", "--name", "a"])
     assert list(Path("runs/a/videos").glob("env_0-episode-0.mp4"))
     assert not list(Path("runs/a/videos").glob("env_1*"))
+    ppo.main(["--evaluate", "runs/a"])
+    assert len(list(Path("runs/a/videos").glob("evaluation_*"))) == 1
 
 
 OWN = """
@@ -325,11 +391,35 @@ def test_ppo_trains_an_env_that_a_module_registers(films, monkeypatch, tmp_path)
     del gymnasium.registry["Own-v0"]
 
 
+class OwnEnv(CartPoleEnv):
+    """A class of a module, with an argument."""
+
+    def __init__(self, force=10.0, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.force_mag = force
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, reward * self.force_mag, *rest
+
+
+def test_ppo_trains_a_class_of_a_module_with_arguments(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "own_envs", SimpleNamespace(OwnEnv=OwnEnv))
+    words = [*SMALL, "--env", "own_envs:OwnEnv", "--env-kwargs", '{"force": 5.0}', "--total-steps", "640"]
+    run = ppo.main([*words, "--name", "a"])
+    assert run.latest("episode_return") == pytest.approx(5 * run.latest("episode_length"))
+    capsys.readouterr()
+    ppo.main(["--evaluate", "runs/a"])  # the arguments are those of the run
+    mean = float(capsys.readouterr().out.split()[2])
+    assert mean % 5 < 1e-6
+    assert mean == run.latest("evaluation")
+
+
 @pytest.mark.parametrize(
     ("spaces_", "message"),
     [
         ((spaces.Text(3), spaces.Discrete(2)), "Box, Discrete, Dict and Tuple observations, not Text"),
-        ((spaces.Discrete(2), spaces.MultiBinary(3)), "Discrete and float Box actions, not MultiBinary"),
+        ((spaces.Discrete(2), spaces.MultiBinary(3)), "MultiDiscrete and float Box actions, not MultiBinary"),
     ],
 )
 def test_ppo_says_which_spaces_it_takes(spaces_, message):
@@ -337,7 +427,7 @@ def test_ppo_says_which_spaces_it_takes(spaces_, message):
     with pytest.raises(SystemExit, match=message):
         ppo.encode(space, jnp.zeros(1, int))
         envs = SimpleNamespace(single_observation_space=space, single_action_space=action_space)
-        ppo.train(ppo.Config(), None, envs, None)
+        ppo.train(ppo.Config(), None, envs)
 
 
 @pytest.mark.parametrize(
@@ -347,6 +437,8 @@ def test_ppo_says_which_spaces_it_takes(spaces_, message):
         ("--total-steps 0", "at least 1"),
         ("--env Cartpole-v7", "Cartpole"),
         ("--env no_module:Own-v0", "no_module"),
+        ("--env-kwargs {x", "--env-kwargs is not JSON"),
+        ("--env-kwargs [1]", "--env-kwargs must be a JSON object"),
         ("--resume runs/none", "runs/none/config.json"),
     ],
 )
@@ -354,7 +446,7 @@ def test_ppo_refuses_options_that_do_not_fit(options, message, capsys):
     with pytest.raises(SystemExit) as caught:
         ppo.main(options.split())
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in error_in(capsys.readouterr().err)
 
 
 def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
@@ -395,8 +487,8 @@ class NoisyEnv(gymnasium.Env):
 def test_discounted_returns_are_those_of_each_episode_so_far(register):
     register("Noisy-v0", NoisyEnv, disable_env_checker=True)
     options = "--env Noisy-v0 --num-envs 3 --num-workers 1 --num-steps 40 --num-minibatches 1 --gamma 0.9"
-    ppo.main([*options.split(), "--total-steps", "240", "--eval-envs", "1", "--name", "a"])
-    saved = np.load("runs/a/state.npz")
+    ppo.main([*options.split(), "--total-steps", "240", "--eval-episodes", "1", "--name", "a"])
+    saved = load_state("runs/a")["leaves"]
     oracle = SyncVectorEnv([NoisyEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
     oracle.reset(seed=0)
     expected, total, ends = [], np.zeros(3), 0

@@ -573,7 +573,7 @@ def test_envs_are_reset_in_advance_as_by_local_workers(make, make_on_ray):
 
 
 def test_distributed_learners_train_alike_on_local_and_ray_envs(cluster, tmp_path):
-    command = [sys.executable, data_parallel.__file__, "--num-envs", "4", "--num-updates", "3"]
+    command = [sys.executable, data_parallel.__file__, "--num-envs", "4", "--total-steps", "768"]
     said = [
         subprocess.run(
             [*command, "--num-workers", "1", "--backend", backend, "--name", backend],

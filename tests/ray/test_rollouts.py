@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.disasters import wait_until
+from support.runs import load_state
 
 import jaxvec
 from jaxvec.examples import data_parallel, impala_ray
@@ -686,8 +687,8 @@ def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
     assert run.metrics()["env_steps"].tolist() == [200, 400, 600]
     assert (run.metrics()["lag"] >= 0).all()
     assert 8 < run.latest("episode_return") < 100
-    with np.load("runs/a/state.npz") as state:
-        assert [state[name] for name in state if name.endswith(".obs_stats.count")] == [600]
+    leaves = load_state("runs/a")["leaves"]
+    assert [leaves[name] for name in leaves if name.endswith(".obs_stats.count")] == [600]
     said = capsys.readouterr().out
     assert said.count("faults of actors: 0; rollouts dropped because of --max-lag: 0") == 2
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium
 import jax
@@ -15,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from support.runs import load_params
 
 import jaxvec
-from jaxvec.logging import Episodes, Run, play_episodes
+from jaxvec.logging import Episodes, Options, Run, play_episodes, training
 from jaxvec.testing import CountingEnv
 
 
@@ -406,7 +407,6 @@ def test_an_evaluated_run_is_only_read(tmp_path, capsys):
         before = files_of(tmp_path)
         with Run(tmp_path, evaluate=True) as run:
             loaded, playing = run.load(jax.tree.map(jnp.zeros_like, learned), (handle, timestep.obs), envs)
-            assert run.film("CartPole-v1", 2) == "CartPole-v1"
             run.report(jnp.float32([1, 3, 5]))
         assert files_of(tmp_path) == before
         assert playing[0] is handle
@@ -422,11 +422,11 @@ def test_saved_params_replace_older_ones_of_any_structure(tmp_path):
     params = {"layers": [jnp.arange(3, dtype=jnp.bfloat16), {"bias": jnp.float32(2)}], "count": jnp.int32(7)}
     params["empty"] = jnp.zeros(0)
     for _ in range(2):  # the second run continues the first one
-        with Run(tmp_path, resume=(tmp_path / "state.npz").exists()) as run:
+        with Run(tmp_path, resume=(tmp_path / "checkpoints").exists()) as run:
             run.log(10, loss=1)
             run.save({"x": jnp.zeros(1)}, params={"older": jnp.zeros(2)})
             run.save({"x": jnp.zeros(1)}, params=params)
-    assert [path.name for path in (tmp_path / "params").iterdir()] == ["4"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
     loaded = load_params(tmp_path)
     assert {*loaded} == {*params}
     assert loaded["empty"] is None  # Orbax refuses arrays of size 0
@@ -482,18 +482,30 @@ def test_a_run_films_the_first_envs(tmp_path):
             assert not any("env_2" in name for name in films)
 
 
-def test_a_run_writes_events_for_tensorboard(tmp_path):
+def test_a_run_logs_to_any_object_with_a_method_log(tmp_path):
+    lines = []
+    logger = SimpleNamespace(log=lambda metrics, step: lines.append((metrics, step)))
+    with Run(tmp_path) as run:
+        run.loggers.append(logger)
+        jax.jit(lambda: run.log(jnp.int32(3), loss=jnp.float32(2), done=True))()
+    ((metrics, step),) = lines
+    assert (step, metrics["loss"], metrics["done"], metrics["env_steps"]) == (3, 2.0, 1, 3)
+    assert not any(hasattr(value, "shape") for value in metrics.values())
+
+
+def test_training_writes_events_for_tensorboard(in_tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-    with Run(tmp_path, tensorboard=True) as run:
+    with training(Options, ["--logger", "tensorboard"], program="mine") as (_, run):
         run.log(jnp.int32(3), loss=jnp.float32(2))
-    (events,) = tmp_path.glob("events.out.tfevents.*")
+    (events,) = run.folder.glob("events.out.tfevents.*")
     assert b"loss" in events.read_bytes()
 
 
-def test_a_run_logs_to_wandb(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_training_logs_to_wandb_and_trackio(in_tmp_path, monkeypatch, name):
     calls = []
 
-    class Wandb:
+    class Package:
         def init(self, **options):
             calls.append(options)
             return self
@@ -504,9 +516,30 @@ def test_a_run_logs_to_wandb(tmp_path, monkeypatch):
         def finish(self):
             calls.append("finish")
 
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    with Run(tmp_path / "name", {"lr": 1}, wandb=True) as run:
+    monkeypatch.setitem(sys.modules, name, Package())
+    with training(Options, ["--logger", name, "--name", "a", "--seed", "4"], program="mine") as (_, run):
         run.log(3, loss=2)
-    assert calls[0]["config"] == {"lr": 1}
-    assert calls[0]["id"] == "name"
+    assert calls[0]["config"]["seed"] == 4
+    assert calls[0]["name"] == "a"
     assert calls[1:] == [(2, 3), "finish"]
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (59, "59 s"), (90, "2 min"), (3599, "1 h 0 min"), (40_000, "11 h 7 min")],
+)
+def test_the_progress_line_shows_the_time_left(tmp_path, capsys, monkeypatch, seconds, text):
+    monkeypatch.setattr("jaxvec.logging._PRINT_INTERVAL", -np.inf)
+    run = Run(tmp_path, total_steps=3000)
+    run._log(1000, {"episode_return": 12345.678})
+    run._seconds, run._first = 10.0 + seconds, (1000, 10.0)
+    run._show_progress(2000, 1.0, -0.123456)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "mean return 12346" in first
+    assert "left" not in first
+    assert second.endswith(f"mean return -0.12346  {text} left")
