@@ -16,12 +16,12 @@ from benchmarks import pictures
 
 RESULTS = Path(__file__).with_name("README.md")
 SYSTEMS = {  # a line of the table: its name in the chart
-    "bare env.step loops, one per core": "bare loops, one per core",
-    "jaxvec in scan: ffi, native": "jaxvec, inside scan",
+    "bare env.step loops, one per core": "limit: only env.step, on both cores",
+    "jaxvec in scan: ffi, native": "jaxvec, inside a compiled scan",
     "Gymnasium SyncVectorEnv": "Gymnasium SyncVectorEnv",
-    "gxm in scan (pure_callback)": "gxm, inside scan",
+    "Stable-Baselines3 DummyVecEnv": "Stable-Baselines3 DummyVecEnv",
     "Gymnasium AsyncVectorEnv (spawn)": "Gymnasium AsyncVectorEnv",
-    "EnvPool xla(), its C++ CartPole": "EnvPool's own env in C++",
+    "EnvPool xla(), its C++ CartPole": "EnvPool, with a CartPole in C++",
 }
 
 
@@ -51,7 +51,7 @@ def plot(rates: dict[str, int], path: Path) -> None:
     colors = ["C0" if name.startswith("jaxvec") else "#8a94a0" for name in names]
     bars = axes.barh(names, [rates[name] for name in names], color=colors, height=0.65)
     axes.bar_label(bars, [f"{rates[name]:,}" for name in names], padding=4)
-    axes.set(title="env steps per second: 64 CartPoles, two cores", xlim=(0, 1.15 * max(rates.values())))
+    axes.set(title="steps of CartPole per second: 64 envs, two cores", xlim=(0, 1.15 * max(rates.values())))
     axes.xaxis.set_visible(False)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     pictures.save(figure, path)
