@@ -489,9 +489,8 @@ class Run:
     @contextmanager
     def _checkpoints(self) -> Generator[tuple[Any, Any]]:
         """Yields Orbax's module and its `CheckpointManager`, which keeps the newest checkpoint."""
-        ocp: Any = import_optional(
-            "orbax.checkpoint", "jaxvec.logging.Run", "orbax-checkpoint"
-        )  # takes 0.8 s, so only where it is needed
+        # The import takes 0.8 s, so it is here.
+        ocp: Any = import_optional("orbax.checkpoint", "jaxvec.logging.Run", "orbax-checkpoint")
         # Each process has its own run, so it does not wait for the others.
         here = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
@@ -803,7 +802,9 @@ class _TensorBoard:
     """Writes metrics as event files into a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._writer = import_optional("tensorboardX", "jaxvec.logging").SummaryWriter(str(folder))
+        self._writer = import_optional("tensorboardX", "jaxvec.logging.Run", "tensorboardX").SummaryWriter(
+            str(folder)
+        )
         self.close = self._writer.close
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -817,7 +818,7 @@ def _open_logger(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
     # trackio has the interface of wandb. A resumed run continues under its name.
     options = {"project": "jaxvec", "name": folder.name, "config": dict(config), "resume": "allow"}
     options |= {"id": folder.name, "dir": str(folder)} if name == "wandb" else {}
-    return import_optional(name, "jaxvec.logging").init(**options)
+    return import_optional(name, "jaxvec.logging.Run", name).init(**options)
 
 
 @dataclass(frozen=True)
@@ -865,7 +866,7 @@ def training(
         ```
     """
     try:
-        tyro: Any = import_optional("tyro", "jaxvec.logging")
+        tyro: Any = import_optional("tyro", "jaxvec.logging", "demo")
     except ImportError as error:
         raise ImportError(
             f"the options need tyro, of the extra [demo]: {_util.install_command('demo')}"

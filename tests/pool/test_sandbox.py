@@ -75,7 +75,9 @@ def filters():
         pytest.skip(f"system calls can't be denied here: {probe.stderr.splitlines()[-1]}")
 
 
-@pytest.mark.parametrize("calls, number", [*((call, "EPERM") for call in CALLS), (",".join(CALLS), "ENOSYS")])
+@pytest.mark.parametrize(
+    ("calls", "number"), [*((call, "EPERM") for call in CALLS), (",".join(CALLS), "ENOSYS")]
+)
 def test_a_pool_works_where_system_calls_are_denied(calls, number):
     done = run(calls, number, "-c", POOL)
     lines = done.stdout.splitlines()
