@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.disasters import PATIENCE
+from support.probe import lifeline
 
 import jaxvec
-from jaxvec._workers import lifeline
 
 SCRIPT = """
 import sys
