@@ -11,6 +11,7 @@ import io
 import pickle
 import re
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -46,11 +47,22 @@ def dumps_for_worker(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def dumps_with_main(value: Any) -> bytes:
-    """Pickles a value with which a worker starts. `pickle.loads` also fills the worker's `__main__`."""
+def dumps_with_main(value: Any, is_large: Callable[[pickle.PickleBuffer], bool] = lambda _: False) -> bytes:
+    """Pickles a value with which a worker starts. `pickle.loads` also fills the worker's `__main__`.
+
+    The pickle lacks the buffers for which `is_large` returns True; `pickle.loads` needs them, in this order.
+    """
     main = sys.modules["__main__"]
     in_hints: set[str] = set()
-    pickled = _dump(value, main, in_hints)
+    large: list[pickle.PickleBuffer] = []
+
+    def keeps(buffer: pickle.PickleBuffer) -> bool:
+        if is_large(buffer):
+            large.append(buffer)
+            return False
+        return True
+
+    pickled = _dump(value, main, in_hints, keeps)
     hints: dict[str, bytes] = {}
     while names := in_hints - hints.keys():
         for name in names:
@@ -60,20 +72,21 @@ def dumps_with_main(value: Any) -> bytes:
                 hints[name] = b""
     attributes = {name: vars(main).get(name) for name in ("__name__", "__doc__", "__package__")}
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    return pickle.dumps(_Loader(attributes, spec and spec.name, file, _has_guard(file), hints, pickled))
+    loader = _Loader(attributes, spec and spec.name, file, _has_guard(file), hints, pickled, large)
+    return pickle.dumps(loader, 5, buffer_callback=lambda _: False)
 
 
-def _dump(value: Any, main: ModuleType, in_hints: set[str]) -> bytes:
+def _dump(value: Any, main: ModuleType, in_hints: set[str], keeps: Any = None) -> bytes:
     buffer = io.BytesIO()
-    _MainPickler(buffer, main, in_hints).dump(value)
+    _MainPickler(buffer, main, in_hints, keeps).dump(value)
     return buffer.getvalue()
 
 
 class _MainPickler(WorkerPickler):
     """Pickles functions and classes of `main`, and collects names of `main` in their annotations."""
 
-    def __init__(self, buffer: io.BytesIO, main: ModuleType, in_hints: set[str]) -> None:
-        super().__init__(buffer)
+    def __init__(self, buffer: io.BytesIO, main: ModuleType, in_hints: set[str], keeps: Any) -> None:
+        super().__init__(buffer, 5, buffer_callback=keeps)
         self._main, self._names, self._in_hints = main.__name__, vars(main), in_hints
 
     def reducer_override(self, obj: Any) -> Any:
@@ -165,6 +178,7 @@ def _load(
     guarded: bool,
     hints: dict[str, bytes],
     pickled: bytes,
+    large: Sequence[memoryview],
 ) -> Any:
     main = sys.modules["__main__"]
     if not isinstance(main, _MainModule):
@@ -176,7 +190,7 @@ def _load(
             main.__spec__ = ModuleSpec(spec, None)
         # The second name is that of classes of the script in processes of `multiprocessing`.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    value = pickle.loads(pickled)
+    value = pickle.loads(pickled, buffers=large)
     for name in hints.keys() - vars(main).keys():
         with suppress(Exception):
             setattr(main, name, pickle.loads(hints[name]))

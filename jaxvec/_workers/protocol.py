@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pickle import PickleBuffer
 from typing import Any
 
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from jaxvec._envs import constructors
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import ExportedSlots, SlotSettings
+from jaxvec._memory.large_buffers import MIN_BYTES, LargeBuffers, Place
 from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
 from jaxvec._script import dumps_for_worker, dumps_with_main
@@ -59,6 +62,7 @@ class Setup:
     # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
     init: bytes | None
     env_fns: bytes  # with the options of states, which contain functions and classes of the user
+    large: Sequence[Place]  # of the buffers that `env_fns` lacks; a descriptor comes with them
     config: PoolConfig
     equal_spaces: bool
     learn_info: bool
@@ -158,12 +162,27 @@ def pickle_given(
     return pickled
 
 
-def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
-    """Makes the first message to a worker. Raises `TypeError` if a function can't be pickled."""
+def make_setup(
+    recipe: WorkerRecipe, worker: int, *, learn_info: bool, buffers: LargeBuffers | None = None
+) -> Setup:
+    """Makes the first message to a worker, which gets large arrays by `buffers` if these are given.
+
+    Raises:
+        TypeError: A function can't be pickled.
+    """
     first, _ = recipe.slices[worker]
     config = recipe.config
     init, python = config.workers.init, config.workers.python
     sys_path, own_path = foreign.path_for(python)
+    large: list[Place] = []
+
+    def is_large(buffer: PickleBuffer) -> bool:
+        # Another interpreter may have a NumPy that can't read pickles without buffers.
+        if buffers is None or python is not None or buffer.raw().nbytes < MIN_BYTES:
+            return False
+        large.append(buffers.add(buffer))
+        return True
+
     return Setup(
         sys_path=sys_path,
         own_path=own_path,
@@ -175,19 +194,23 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
             (list(recipe.env_fns_of(worker)), config.states),
             f"the constructor of env {first}",
             ', or use backend="serial"',
+            is_large,
         ),
+        large=large,
         config=config.for_workers(),
         equal_spaces=recipe.equal_spaces,
         learn_info=learn_info and first == 0,
     )
 
 
-def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
+def _pickle(
+    function: Any, name: str, otherwise: str = "", is_large: Callable[[PickleBuffer], bool] = lambda _: False
+) -> bytes:
     return pickle_given(
         function,
         lambda error: TypeError(
             f"{name} can't be pickled, so it can't be sent to a worker: {error}; create the objects that it "
             f"needs inside it{otherwise}"
         ),
-        dumps_with_main,
+        partial(dumps_with_main, is_large=is_large),
     )

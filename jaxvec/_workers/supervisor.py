@@ -39,6 +39,7 @@ from jaxvec._errors import (
     SpaceMismatchError,
     WorkerDiedError,
 )
+from jaxvec._memory.large_buffers import LargeBuffers
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._options import Restart
@@ -120,6 +121,7 @@ class Supervisor:
         self._built_at: dict[int, float] = {}  # likewise, of a worker's last built env
         self.diagnosis = Diagnosis(recipe.slices, self._processes, recovers=budget.policy is not None)
         self._segment = -1
+        self._buffers = LargeBuffers()  # of the constructors
         self._ending = False  # `kill` or `close` was called, in any thread; set once
         try:
             for worker in range(len(recipe.slices)):
@@ -135,8 +137,9 @@ class Supervisor:
     def build(self, *, learn_info: bool) -> Description:
         """Builds the envs in all workers, and returns their description once all are known to match."""
         limits = WaitLimits("constructor", self._recipe.config.timeouts.start, interrupts.since_now())
-        setup = partial(protocol.make_setup, self._recipe, learn_info=learn_info)
-        replies = self._exchange(range(len(self._processes)), setup, limits)
+        setup = partial(self._make_setup, learn_info=learn_info)
+        workers = range(len(self._processes))
+        replies = self._exchange(workers, setup, limits, descriptors=self._buffers.descriptors)
         self.diagnosis.built.clear()
         descriptions = [pickle.loads(ready.description) for ready in replies.values()]
         self._description = descriptions[0]
@@ -464,7 +467,12 @@ class Supervisor:
             self._check_open()
         deadline = self._extend_start(worker)
         with suppress(EOFError):  # the next poll replaces it
-            self._send(worker, protocol.make_setup(self._recipe, worker, learn_info=False), deadline)
+            setup = self._make_setup(worker, learn_info=False)
+            self._send(worker, setup, deadline, self._buffers.descriptors)
+
+    def _make_setup(self, worker: int, *, learn_info: bool) -> protocol.Setup:
+        buffers = None if self._launcher.at_sockets else self._buffers  # elsewhere, there is no such memory
+        return protocol.make_setup(self._recipe, worker, learn_info=learn_info, buffers=buffers)
 
     def _check_open(self) -> None:
         if self._ending:
@@ -611,6 +619,7 @@ class Supervisor:
         with ExitStack() as stack:
             if self._segment >= 0:
                 stack.callback(os.close, self._segment)
+            stack.callback(self._buffers.close)
             stack.callback(self._launcher.close)
             for channel in self.channels:
                 stack.callback(channel.close)

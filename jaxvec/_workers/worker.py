@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from jaxvec._envs.failures import Report
 from jaxvec._envs.foreign_env import to_plain
 from jaxvec._envs.slice import ExportedSlots, ImportedSlots, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
+from jaxvec._memory.large_buffers import map_buffers
 from jaxvec._memory.segment import Marks, attach_segment
 from jaxvec._options import Recycle, Workers
 from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
@@ -133,7 +134,8 @@ def run_worker(channel: Channel) -> None:
                 with EnvErrorContext(setup.first, "worker_init"):
                     _unpickle(setup.init)()
             with EnvErrorContext(setup.first, "constructor"):
-                env_fns, states = _unpickle(setup.env_fns)
+                large = map_buffers(channel.descriptors.pop(), setup.large) if setup.large else ()
+                env_fns, states = _unpickle(setup.env_fns, large)
             config = replace(config, states=states)
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
@@ -303,10 +305,10 @@ def _unpickle_settings(slot: int, settings: SlotSettings) -> SlotSettings:
         return replace(settings, attributes=attributes)
 
 
-def _unpickle(data: bytes) -> Any:
+def _unpickle(data: bytes, buffers: Sequence[memoryview] = ()) -> Any:
     """Unpickles objects of the user, and adds a hint to the error if their module can't be imported."""
     try:
-        return pickle.loads(data)
+        return pickle.loads(data, buffers=buffers)
     except ModuleNotFoundError as error:
         add_note(error, _IMPORT_HINT.format(error.name))
         raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pickle import PickleBuffer
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,9 +16,10 @@ from jaxvec import _stats
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
 from jaxvec._extensions.states.slot_states import SlotState
+from jaxvec._memory.large_buffers import MIN_BYTES
 from jaxvec._memory.segment import Arrays, Rows, index_of, make_layout, private_segment
 from jaxvec._spec import PoolSpec
-from jaxvec._util import dumps
+from jaxvec._util import Pickler
 
 _USE = "simulate"  # of the envs here, for errors
 _MAX_ROWS = 64  # rows of steps that are in memory at the same time
@@ -134,8 +137,20 @@ class Simulator:
 
 
 def _kind(place: int, env_fn: EnvFn) -> Hashable:
-    """Returns the pickled function, because equal functions are no longer identical in a worker."""
+    """Returns the pickled function, because equal functions are no longer identical in a worker.
+
+    Large arrays are equal here if they are in the same memory.
+    """
+    buffer, places = io.BytesIO(), list[tuple[int, int]]()
+
+    def is_small(array: PickleBuffer) -> bool:
+        raw = array.raw()
+        if raw.nbytes >= MIN_BYTES:
+            places.append((np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes))
+        return raw.nbytes < MIN_BYTES
+
     try:
-        return dumps(env_fn)
+        Pickler(buffer, 5, buffer_callback=is_small).dump(env_fn)
     except Exception:  # possible with the serial backend, which pickles nothing
         return place
+    return buffer.getvalue(), tuple(places)

@@ -22,7 +22,7 @@ from jaxvec._envs.envs import Env
 from jaxvec._envs.slice import SlotData
 from jaxvec._errors import EnvStateError
 from jaxvec._extensions.states.env_states import EnvState, StatefulEnv
-from jaxvec._extensions.states.snapshots.pickling import dumps
+from jaxvec._extensions.states.snapshots.pickling import dumps, size_of
 from jaxvec._options import States
 
 _MAX_UNMEASURED = 1024  # states between two measurements of their size
@@ -69,7 +69,7 @@ class StateTable:
         if self._until_measured < 0:
             self._until_measured = self._between = min(2 * self._between, _MAX_UNMEASURED)
             try:
-                self._size = len(dumps(states[-1]))
+                self._size = size_of(states[-1])
             except Exception:  # a state that can't be pickled can still be kept
                 self._size = 0
 

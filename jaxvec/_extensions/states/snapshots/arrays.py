@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import copy
 import ctypes
+import mmap
 from typing import Any
 
 import numpy as np
@@ -181,12 +182,21 @@ def save_array(saver: Saver, value: Any) -> Any:
     if type(value) not in _ARRAY_CLASSES:
         raise CannotCopy(f"it is a {type(value).__qualname__}, which may hold more than an array")
     if value.base is not None:
+        if _is_constant(value):
+            return value
         node = _save_part(saver, value)
     elif value.dtype.hasobject:
         return _save_objects(saver, value)
     else:
         node = Array(_copy(value))
     return saver.remember(value, node)
+
+
+def save_memmap(saver: Saver, value: Any) -> Any:
+    """Takes an array in a file that nothing can write to by it."""
+    if type(value) is not np.memmap or value.mode != "r":
+        raise CannotCopy("it is a mapped file, which can't be copied; open it with mode='r'")
+    return value
 
 
 def save_record(saver: Saver, value: Any) -> Any:
@@ -233,6 +243,15 @@ def save_memoryview(saver: Saver, value: memoryview) -> Any:
 
 CData: Any = ctypes.c_int.__mro__[-2]  # the base of all objects of ctypes, which has no public name
 BUFFERS = (bytearray, array.array, CData)
+
+
+def _is_constant(value: Any) -> bool:
+    """Returns whether nobody can write to an array: its memory is mapped to be read."""
+    owner = owner_of(value)
+    if type(owner) is np.memmap:
+        return owner.mode == "r"
+    base = owner.base
+    return isinstance(base, memoryview) and base.readonly and isinstance(base.obj, mmap.mmap)
 
 
 def _owns_memory(value: Any) -> bool:

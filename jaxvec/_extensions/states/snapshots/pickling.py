@@ -20,6 +20,7 @@ from operator import mul
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from cloudpickle import cloudpickle
 
 from jaxvec._util import Pickler
@@ -31,6 +32,38 @@ _definitions: WeakKeyDictionary[type, bytes] = WeakKeyDictionary()
 def dumps(value: Any) -> bytes:
     """Pickles a value; `pickle.loads` restores it without a change to any class, function or module."""
     return _dump(value, ())
+
+
+def _reduce_memmap(value: Any) -> Any:
+    """Pickles a read-only mapping of a file, or a part of it, as the name of the file."""
+    whole = value
+    while isinstance(whole.base, np.memmap):
+        whole = whole.base
+    start = value.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    return _map_file, (
+        value.filename,
+        whole.nbytes,
+        whole.offset,
+        start,
+        value.shape,
+        value.dtype,
+        value.strides,
+    )
+
+
+def _map_file(
+    filename: str, nbytes: int, offset: int, start: int, shape: Any, dtype: Any, strides: Any
+) -> Any:
+    whole = np.memmap(filename, np.uint8, "r", offset, (nbytes,))
+    return np.ndarray.__new__(np.memmap, shape, dtype, whole, start, strides)
+
+
+def size_of(value: Any) -> int:
+    """Returns the size of the pickle of a value, without read-only arrays, which values may share."""
+    buffer, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
+    _StatePickler(buffer, (), arrays.append).dump(value)
+    views = [array.raw() for array in arrays]
+    return len(buffer.getbuffer()) + sum(view.nbytes for view in views if not view.readonly)
 
 
 def _dump(value: Any, defining: tuple[type, ...]) -> bytes:
@@ -46,11 +79,14 @@ class _StatePickler(Pickler):
         defining: Classes with a definition that is being pickled, the innermost last.
     """
 
-    def __init__(self, file: io.BytesIO, defining: tuple[type, ...]) -> None:
-        super().__init__(file, 5)
+    def __init__(self, file: io.BytesIO, defining: tuple[type, ...], take_buffer: Any = None) -> None:
+        super().__init__(file, 5, buffer_callback=take_buffer)
         self._defining = defining
 
     def reducer_override(self, obj: Any) -> Any:
+        kind: type = type(obj)
+        if kind is np.memmap and obj.mode == "r":
+            return _reduce_memmap(obj)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:  # by reference: it can be imported
             return reduced

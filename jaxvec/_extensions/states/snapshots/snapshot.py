@@ -94,8 +94,8 @@ _NAMED: dict[str, SaveFunction] = {
     "_io._IOBase": _refuse("an open file"),
     "io.IOBase": _refuse("an open file"),
     "mmap.mmap": _refuse("a mapped file"),
-    "numpy.memmap": _refuse("a mapped file"),
-    "numpy.core.memmap.memmap": _refuse("a mapped file"),
+    "numpy.memmap": arrays.save_memmap,
+    "numpy.core.memmap.memmap": arrays.save_memmap,  # of NumPy 1
     "_socket.socket": _refuse("a socket"),
     "threading.Thread": _refuse("a thread"),
     "subprocess.Popen": _refuse("a process"),

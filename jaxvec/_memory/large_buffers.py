@@ -1,0 +1,75 @@
+"""Memory in which the large arrays of constructors reach the workers of this machine, once for all of them.
+
+The pickles of constructors lack the buffers of such arrays (pickle's protocol 5). The pool writes each of
+them into one shared memory, however many workers get it. A worker maps that: an array that is read-only in
+the program is read-only there, and any other one is copied page by page when it is written to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pickle import PickleBuffer
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxvec._memory.segment import align, create_memory
+
+MIN_BYTES = 1 << 20  # smaller buffers stay in the pickle
+
+
+class Place(NamedTuple):
+    """The place of a buffer in the memory, in bytes."""
+
+    offset: int
+    nbytes: int
+    read_only: bool
+
+
+class LargeBuffers:
+    """The large buffers that the constructors of a pool refer to.
+
+    Attributes:
+        descriptors: The descriptor of the memory, if there are such buffers.
+    """
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+        self._places: dict[tuple[int, int], Place] = {}  # by address and size
+        self._buffers: list[memoryview] = []  # kept, so that no other buffer gets one of these addresses
+        self._end = 0
+
+    def add(self, buffer: PickleBuffer) -> Place:
+        """Returns the place of a buffer, which is written to the memory unless it is there."""
+        raw = buffer.raw()
+        key = np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes
+        place = self._places.get(key)
+        if place is None:
+            if not self.descriptors:
+                self.descriptors.append(create_memory("jaxvec arrays"))
+            place = self._places[key] = Place(self._end, raw.nbytes, raw.readonly)
+            os.ftruncate(self.descriptors[0], self._end + raw.nbytes)
+            written = 0
+            while written < raw.nbytes:
+                written += os.pwrite(self.descriptors[0], raw[written:], self._end + written)
+            self._buffers.append(raw)
+            self._end = align(self._end + raw.nbytes)
+        return place
+
+    def close(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+        self._places, self._buffers = {}, []
+
+
+def map_buffers(descriptor: int, places: Sequence[Place]) -> list[memoryview]:
+    """Maps the memory in a worker, and returns these buffers; closes the descriptor."""
+    size = max(place.offset + place.nbytes for place in places)
+    shared = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
+    private = memoryview(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+    os.close(descriptor)
+    return [
+        (shared if read_only else private)[offset : offset + nbytes] for offset, nbytes, read_only in places
+    ]

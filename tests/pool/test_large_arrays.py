@@ -1,0 +1,135 @@
+"""Large arrays of constructors: all workers share one copy, and so do saved states of what can't change."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+from gymnasium import spaces
+
+import jaxvec
+
+SIZE = 64 << 20  # bytes
+
+
+class Looking(gymnasium.Env):
+    """Returns the entry of its table that the action names, and writes to it if its action is 0."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = spaces.Discrete(100)
+
+    def __init__(self, table):
+        self.table, self.last = table, 0.0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.last = 0.0
+        return np.zeros(1), {}
+
+    def step(self, action):
+        if action == 0:
+            self.table[5] = -1
+        self.last += self.table[action]
+        return np.array([self.table[action]]), self.last, False, False, {}
+
+
+def table(*, writeable=True):
+    array = np.arange(SIZE // 8, dtype=np.float64)
+    array.flags.writeable = writeable
+    return array
+
+
+def own_memory(envs):
+    """Returns the bytes of each worker that no other process shares."""
+    return [psutil.Process(worker.process.pid).memory_full_info().uss for worker in envs.stats().workers]
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_workers_share_an_array(make, start_method, writeable):
+    mine, workers = table(writeable=writeable), jaxvec.Workers(num=3, start_method=start_method)
+    envs = make(lambda: Looking(mine), 6, workers=workers)
+    envs.reset()
+    np.testing.assert_array_equal(envs.step([1, 2, 3, 4, 5, 6]).obs[:, 0], mine[1:7])
+    # Read all of it, in each worker.
+    assert envs.map(lambda env: float(env.unwrapped.table.sum())) == (mine.sum(),) * 6
+    assert envs.map(lambda env: env.unwrapped.table.flags.writeable) == (writeable,) * 6
+    assert max(own_memory(envs)) < SIZE / 2
+
+
+def test_what_one_worker_writes_no_other_sees(make):
+    mine = table()
+    envs = make(lambda: Looking(mine), 4, num_workers=2, on_fault="restart")
+    envs.reset()
+    envs.step([0, 1, 1, 1])
+    assert envs.step([5, 5, 5, 5]).obs[:, 0].tolist() == [
+        -1,
+        -1,
+        5,
+        5,
+    ]  # envs of a worker share their closure
+    assert mine[5] == 5
+    mine[5] = 7  # also a new worker gets the values of `make`
+    os.kill(envs.stats().workers[0].process.pid, signal.SIGKILL)
+    assert envs.step([1, 1, 1, 1]).info["fault"].tolist() == [True, True, False, False]
+    assert envs.step([5, 5, 5, 5]).obs[:, 0].tolist() == [5, 5, 5, 5]
+
+
+def test_several_arrays_of_all_kinds_arrive(make):
+    arrays = [
+        np.asfortranarray(np.random.default_rng(0).random((1000, 1000))),
+        np.zeros((0, 3)),
+        np.arange(2_000_000)[::2],  # with gaps
+        np.ones(1 << 20, np.uint8),
+        np.full(300_000, 1 + 2j),
+        np.array([b"x" * 100] * 20_000),
+        bytearray(b"y" * (2 << 20)),
+    ]
+
+    class Checking(Looking):
+        def step(self, action):
+            self.found = arrays
+            return super().step(action)
+
+    envs = make(Checking, 2, table=arrays[0][0], num_workers=2)
+    envs.reset()
+    envs.step([1, 2])
+    for found in envs.get_attr("found"):
+        for one, other in zip(found, arrays, strict=True):
+            assert type(one) is type(other)
+            np.testing.assert_array_equal(one, other)
+            if isinstance(one, np.ndarray):
+                assert one.flags.f_contiguous == other.flags.f_contiguous or other.ndim == 1
+
+
+def test_states_share_what_cannot_change(make):
+    mine = table(writeable=False)
+    envs = make(lambda: Looking(mine), 4, num_workers=2, states=64)
+    envs.reset()
+    envs.step([3, 4, 5, 6])
+    saved, *_ = [envs.save() for _ in range(8)]
+    assert envs.stats().total.state_bytes < SIZE / 8
+    assert max(own_memory(envs)) < SIZE / 2
+    expected = envs.step([1, 2, 3, 4])
+    envs.restore(saved)
+    np.testing.assert_array_equal(envs.step([1, 2, 3, 4]).reward, expected.reward)
+    envs.restore(saved[::-1])  # of other workers
+    np.testing.assert_array_equal(envs.step([4, 3, 2, 1]).reward, expected.reward[::-1])
+
+
+def test_states_share_a_file_that_is_mapped_to_be_read(make, tmp_path):
+    np.save(tmp_path / "table.npy", table()[:1000])
+    envs = make(lambda: Looking(np.load(tmp_path / "table.npy", mmap_mode="r")), 2, num_workers=2, states=4)
+    envs.reset()
+    saved = envs.save()
+    expected = envs.step([7, 8])
+    envs.restore(saved[::-1])
+    np.testing.assert_array_equal(envs.step([8, 7]).reward, expected.reward[::-1])
+    others = make(lambda: Looking(np.load(tmp_path / "table.npy", mmap_mode="c")), 1, states=4)
+    others.reset()
+    with pytest.raises(jaxvec.EnvStateError, match=r"Looking\.table.* mapped file.*mode='r'"):
+        others.save()
