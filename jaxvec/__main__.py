@@ -19,9 +19,13 @@ def main() -> None:
 
         code: int = run()
         sys.stdout.flush()
+        if code == 130:
+            raise KeyboardInterrupt
         sys.exit(code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        from jaxvec._util import leave
+
+        leave()  # XLA may still compile
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         # Python flushes stdout at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,7 +14,6 @@ import importlib
 import importlib.metadata
 import io
 import json
-import os
 import platform
 import signal
 import socket
@@ -40,7 +39,7 @@ from jaxvec import _util
 from jaxvec._envs.constructors import find_spec
 from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
-from jaxvec._util import import_optional
+from jaxvec._util import Interrupted, import_optional, leave
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._functions import reset, restore, step
 from jaxvec.callbacks._handle import Handle
@@ -457,8 +456,7 @@ class Run:
             if number in seen or self._first is None:
                 # A normal exit would wait for the compiler or the program. Workers end with this process.
                 sys.stderr.write(f"{newline}interrupted\n")
-                sys.stdout.flush()
-                os._exit(130)
+                leave()
             seen.add(number)
             if self._progress and not self._stopping:
                 text = "stopping: this update is completed and saved; Ctrl-C again ends the program at once"
@@ -900,7 +898,7 @@ def training(
             yield config, run
     except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
         sys.stderr.write("interrupted\n")
-        raise SystemExit(130) from None
+        raise Interrupted from None
     mean, score = run.latest("episode_return"), run.latest("evaluation")
     text = f"mean return {mean:.5g} of the latest 100 episodes, {run.env_steps:,} env steps"
     if run.stopped:

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -13,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from support.disasters import PATIENCE
 from support.runs import load_params
 
 import jaxvec
+from jaxvec._util import Interrupted
 from jaxvec.logging import Episodes, Options, Run, play_episodes, training
 from jaxvec.testing import CountingEnv
 
@@ -543,3 +547,49 @@ def test_the_progress_line_shows_the_time_left(tmp_path, capsys, monkeypatch, se
     assert "mean return 12346" in first
     assert "left" not in first
     assert second.endswith(f"mean return -0.12346  {text} left")
+
+
+COMPILING = """
+import signal, sys
+import jax, jax.numpy as jnp
+from jaxvec.logging import Options, training
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start its jobs without
+
+def large(x):
+    for i in range(300):
+        x = jnp.sin(x @ x) + i
+    return x
+
+with training(Options, ["--name", "run"], program="mine") as (config, run):
+    print("kept")
+    lowered = jax.jit(large).lower(jnp.ones((8, 8)))
+    sys.stderr.write("ready\\n")
+    lowered.compile()
+    signal.pause()
+"""
+
+
+def test_ctrl_c_while_compiling_leaves_with_the_output(tmp_path):
+    program = subprocess.Popen(
+        [sys.executable, "-c", COMPILING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(jaxvec.__file__))},
+    )
+    try:
+        assert any(line == "ready\n" for line in program.stderr)
+        program.send_signal(signal.SIGINT)
+        output, errors = program.communicate(timeout=PATIENCE)
+    finally:
+        program.kill()
+        program.communicate()
+    assert (program.returncode, output, errors) == (130, "kept\n", "interrupted\n")
+
+
+def test_an_interrupted_program_can_be_caught():
+    with pytest.raises(SystemExit) as caught:
+        raise Interrupted
+    assert caught.value.code == 130
