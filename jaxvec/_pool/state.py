@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -202,6 +203,7 @@ class PoolState:
                     f"{name_caller(engine.last_caller)}. A handle can be used once, like a donated buffer: "
                     "pass on the handle returned by the latest call. After a call on the host, start again "
                     "with jaxvec.reset(envs). To reset within a program that steps, use jaxvec.reset(handle)"
+                    + _explain_rerun()
                 )
             case Status.PARTIAL_BATCH:
                 some, together = pending_envs.part(env_ids), pending_envs.together
@@ -262,3 +264,16 @@ class PoolState:
         if failure is None or failure[0] != self._engine.num_served:  # a later call has succeeded
             return None
         return failure[1]
+
+
+def _explain_rerun() -> str:
+    """Returns the end of the message for a stale handle if JAX may have run the program again."""
+    jax: Any = sys.modules.get("jax")
+    for flag, value in ("jax_debug_nans", "NaN"), ("jax_debug_infs", "infinity"):
+        if jax is not None and getattr(jax.config, flag, False):
+            return (
+                f". {flag} is on: if JAX has found a {value} in this program, it has run it again, with the "
+                f"old handle. Then the {value} is the error to look for: turn {flag} off, and use "
+                "jax.experimental.checkify"
+            )
+    return ""

@@ -63,6 +63,18 @@ def test_stepping_on_the_host_makes_handles_stale_and_is_named(envs, jit):
         step(jaxvec.reset(envs)[0])
 
 
+def test_debug_nans_is_named_as_the_cause_of_a_stale_handle(envs):
+    @jax.jit
+    def program(handle):
+        handle, timestep = jaxvec.step(handle, ONES)
+        return handle, jnp.log(timestep.reward - 1000)
+
+    handle, _ = jaxvec.reset(envs)
+    with jax.debug_nans(True), pytest.raises(jaxvec.StaleHandleError, match="jax_debug_nans is on") as caught:
+        program(handle)
+    assert "the NaN is the error to look for" in str(caught.value)
+
+
 def test_a_program_that_uses_a_handle_twice_takes_one_step(envs):
     handle, _ = jaxvec.reset(envs)
     with pool_moves(envs, steps=1), raises(envs, jaxvec.StaleHandleError, "stale handle"):
