@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -21,8 +20,6 @@ from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._workers import stacks
 from jaxvec._workers.base import Process, Slices, WaitLimits
 
-_logger = logging.getLogger("jaxvec")
-
 _MAX_STACKS = 4  # of late workers in an error message
 
 _ACTIVITIES: dict[int, str] = {
@@ -32,6 +29,7 @@ _ACTIVITIES: dict[int, str] = {
     Verb.RESTORE: "restoring",
     Verb.SIMULATE: "simulating",
 }
+_MAX_OTHERS = 10  # further failures in the text of an error
 # The field of `Timeouts` that limits an operation; "step" for all others.
 _TIMEOUT_FIELDS = {
     "reset": "reset",
@@ -149,16 +147,16 @@ def _describe_action(action: Any) -> str:
 
 
 def join(errors: Iterable[JaxvecError]) -> JaxvecError:
-    """Returns the first error of one operation, with the others attached as `others`, and logs these."""
+    """Returns the first error of one operation, and attaches the others: as `others`, and in its text."""
     first, *others = dict.fromkeys(errors)  # late workers share one error object
     first.others = tuple(others)
-    for other in others:
-        _logger.error("also failed in the same operation: %s", str(other).partition("\n")[0])
     if others:
         summary, *traceback = str(first).split("\n")
         count = "1 more failure" if len(others) == 1 else f"{len(others)} more failures"
         note = f"{count} in the same operation: see error.others."
-        first.args = ("\n".join([summary, note, *traceback]),)
+        # Not logged, since that would come before this error.
+        also = [f"also failed in the same operation: {str(other).partition(chr(10))[0]}" for other in others]
+        first.args = ("\n".join([summary, note, *traceback, "", *also[:_MAX_OTHERS]]).rstrip(),)
     return first
 
 

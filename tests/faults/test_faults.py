@@ -210,9 +210,11 @@ def test_all_that_fails_in_a_step_is_told_and_logged(drive, monkeypatch, caplog)
     assert [errors[0].env_id, errors[1].env_ids, errors[2].env_id] == [0, (1,), 2]
     assert [errors[0].action, errors[1].exitcode, errors[2].operation] == ["np.int64(7)", 3, "step"]
     assert [type(errors[0].__cause__), type(errors[2].__cause__)] == [LookupError, ValueError]
+    assert not caplog.messages, "which would come before the error"
+    last = str(caught.value).splitlines()[-2:]
     for other in caught.value.others:
         assert other.others == ()
-        assert f"also failed in the same operation: {str(other).splitlines()[0]}" in caplog.messages
+        assert f"also failed in the same operation: {str(other).splitlines()[0]}" in last
     come = pickle.loads(pickle.dumps(caught.value))
     assert [str(each) for each in (come, *come.others)] == [
         str(each) for each in (caught.value, *caught.value.others)
