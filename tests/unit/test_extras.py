@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 
@@ -54,22 +55,22 @@ def test_without_an_extra_of_a_name_the_command_is_for_a_package():
     assert _util.install_command("no-such-package") == "pip install no-such-package"
 
 
-RUN = "import jaxvec; jaxvec.logging.Run('run'"
+RUN = (
+    "from jaxvec.logging import Options, training; "
+    "training(Options, ['--logger', '{}'], program='mine').__enter__()"
+)
 MISSING = {
-    "tensorboardX": (
-        f"{RUN}, tensorboard=True)",
-        "pip install tensorboardX",
-    ),
-    "wandb": (f"{RUN}, wandb=True)", "pip install wandb"),
+    "tensorboardX": (RUN.format("tensorboard"), "tensorboardX"),
+    "wandb": (RUN.format("wandb"), "wandb"),
     "dm_env": (
         "from jaxvec.compat import envpool; envpool.make_dm('CartPole-v1').observation_spec()",
-        'pip install "dm-env>=',
+        "dm-env",
     ),
-    "brax": ("from jaxvec.compat import brax; brax.wrap(None)", 'pip install "brax>='),
-    "ale_py": ("import jaxvec; jaxvec.make('ale_py:ALE/Pong-v5', 2)", 'pip install "ale-py>='),
+    "brax": ("from jaxvec.compat import brax; brax.wrap(None)", "brax"),
+    "ale_py": ("import jaxvec; jaxvec.make('ale_py:ALE/Pong-v5', 2)", "ale-py"),
     "minigrid": (
         "import jaxvec; jaxvec.make('minigrid:MiniGrid-Empty-5x5-v0', 2)",
-        'pip install "minigrid>=',
+        "minigrid",
     ),
 }
 
@@ -77,7 +78,7 @@ MISSING = {
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("package", MISSING)
 def test_a_missing_optional_package_is_one_line_with_the_command(package, tmp_path):
-    call, command = MISSING[package]
+    call, name = MISSING[package]
     hide = (
         "import importlib.util, sys\n"
         "class Hidden:\n"
@@ -89,9 +90,8 @@ def test_a_missing_optional_package_is_one_line_with_the_command(package, tmp_pa
         [sys.executable, "-c", hide + call], capture_output=True, text=True, timeout=200, cwd=tmp_path
     )
     last = said.stderr.strip().splitlines()[-1]
-    assert said.returncode == 1
-    assert "Error: " in last
-    assert command in last
+    assert said.returncode != 0
+    assert re.search(rf'pip install (.* )?"?{name}\b', last)  # with its version, if an extra has one
 
 
 def test_a_missing_package_of_an_env_names_the_command():
