@@ -581,6 +581,7 @@ class Run:
         evaluate: Callable[[Any], dict[str, jax.Array]] | None = None,
         infos: Sequence[str] = (),
         evaluate_at_saves: bool = True,
+        save_envs: bool = True,
     ) -> Any:
         """Trains with the options of `training`, and returns the last state of training.
 
@@ -589,7 +590,7 @@ class Run:
         `--resume` it continues, and with `--evaluate` it only evaluates.
 
         Args:
-            envs: The envs, which are reset with `seed`. Their states are saved, too, if they have `states`.
+            envs: The envs, which are reset with `seed`.
             begin: Function of the handle and the time step of the reset. It returns the state of training, a
                 pytree with an attribute `number`, the updates so far; and that of the running episodes.
             update: Function of both states. It returns the next ones, and metrics, a dict of arrays `[]`.
@@ -600,6 +601,7 @@ class Run:
                 value for each episode.
             infos: Keys of infos for `act`.
             evaluate_at_saves: Whether to evaluate during training, too, and not only with `--evaluate`.
+            save_envs: Whether to save the states of the envs, too, unless there are spare envs.
         """
         options, stop_at = self.options, self.options.stop_at
         goal = np.inf if stop_at is None else stop_at
@@ -632,9 +634,10 @@ class Run:
                 self.report(**score(state))
                 return state
             after, first = _CONTINUE, True
+            saved_envs = envs if save_envs and not options.spare_envs else None
             while state.number < options.num_updates and after != _STOP:
                 state, playing, after = jax.block_until_ready(repeat(state, playing))
-                self.save(state, playing, envs, params=params(state))
+                self.save(state, playing, saved_envs, params=params(state))
                 last = after == _STOP or state.number >= options.num_updates
                 if evaluate_at_saves and not self._stopping and (last or not first):
                     means = {name: np.mean(values) for name, values in score(state).items()}
@@ -687,16 +690,16 @@ class Run:
         return returns
 
     def make(self, *, video: int | None = None, **options: Any) -> VectorEnv:
-        """Makes the envs of the options of `training` by `jaxvec.make`. Their states can be saved.
+        """Makes the envs of the options of `training` by `jaxvec.make`, with saved states or spare envs.
 
         Args:
             video: Number of envs to film; by default that of the options, and 0 if the run is evaluated.
             **options: Further arguments of `jaxvec.make`, which replace those of the options.
         """
         given = self.options
-        spare = {"spare_envs": given.spare_envs} if given.spare_envs else {}
-        chosen = {"num_envs": given.num_envs, "num_workers": given.num_workers, **spare, **options}
-        chosen = {"states": chosen["num_envs"]} | chosen
+        chosen = {"num_envs": given.num_envs, "num_workers": given.num_workers, **options}
+        spare = {"spare_envs": given.spare_envs}  # which excludes saved states
+        chosen = (spare if given.spare_envs else {"states": chosen["num_envs"]}) | chosen
         if video is None:
             video = 0 if self._evaluate else given.video
         return make(self.film(given.env_fn(), video), **chosen, **given.env_arguments())

@@ -300,7 +300,8 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, test_envs: jaxvec.Ve
         seeds = {f"evaluation_{i}": shares[i :: config.num_seeds] for i in range(config.num_seeds)}
         return by_way({"evaluation": shares, **seeds})
 
-    run.train(envs, begin, update, params=lambda state: {"params": state.agents.params}, evaluate=evaluate)
+    params = lambda state: {"params": state.agents.params}  # noqa: E731
+    run.train(envs, begin, update, params=params, evaluate=evaluate, save_envs=False)
 
 
 def main(argv: Sequence[str] | None = None) -> Run:
