@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,16 +186,29 @@ def test_a_program_that_hangs_ends_at_once_by_signals(steps):
         assert program.wait(timeout=200) == 130
 
 
+KILLED = """
+import os, signal, sys, threading
+from jaxvec.examples import ppo
+from jaxvec.logging import Run
+
+def save(self, *args, **kwargs):
+    before(self, *args, **kwargs)
+    if not killer.is_alive():
+        killer.start()
+
+killer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL))
+before, Run.save = Run.save, save
+ppo.main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_result():
+    """The kill comes at any moment after the first save, so mostly amid another one."""
     options = [*SMALL, "--total-steps", "6400"]
-    words = [sys.executable, "-m", "jaxvec.examples.ppo", *options, "--save-every", "0", "--name", "killed"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as program:
-        while not any(Path("runs").glob("killed/checkpoints/[3-9]")):  # amid the saves of later updates
-            assert program.poll() is None
-            program.stderr.readline() or time.sleep(0)
-        program.kill()
-    assert program.wait() == -signal.SIGKILL
+    words = [sys.executable, "-c", KILLED, *options, "--save-every", "0", "--name", "killed"]
+    assert subprocess.run(words, capture_output=True, timeout=300).returncode == -signal.SIGKILL
+    assert load_state("runs/killed")["env_steps"] < 6400
     assert ppo.main(["--resume", "runs/killed", "--save-every", "1e9"]).env_steps == 6400
     ppo.main([*options, "--name", "whole"])
     assert_same_state("runs/killed", "runs/whole")
@@ -406,6 +418,7 @@ class OwnEnv(CartPoleEnv):
 def test_ppo_trains_a_class_of_a_module_with_arguments(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "own_envs", SimpleNamespace(OwnEnv=OwnEnv))
     words = [*SMALL, "--env", "own_envs:OwnEnv", "--env-kwargs", '{"force": 5.0}', "--total-steps", "640"]
+    words += ["--spare-envs", "1"]
     run = ppo.main([*words, "--name", "a"])
     assert run.latest("episode_return") == pytest.approx(5 * run.latest("episode_length"))
     capsys.readouterr()
