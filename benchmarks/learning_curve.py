@@ -48,7 +48,7 @@ def main() -> None:
     """Parses the command line, trains, prints a line per seed and draws the curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--env", default="CartPole-v1", help="id of the env")
-    parser.add_argument("--total-steps", type=int, default=262_144, help="env steps of each seed")
+    parser.add_argument("--total-steps", type=int, default=524_288, help="env steps of each seed")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, starting with 0")
     parser.add_argument("--out", required=True, type=Path, help="SVG file to write")
     args = parser.parse_args()

@@ -41,7 +41,7 @@ class Task:
 
 
 TASKS = [
-    Task("ppo", "CartPole", 262_144, "ppo", "CartPole-v1"),
+    Task("ppo", "CartPole", 262_144, "ppo", "CartPole-v1", "--no-scale-by-return"),
     Task("dqn", "CartPole", 160_000, "dqn", "CartPole-v1"),
     Task("sac", "Pendulum", 24_000, "sac_continuous_action", "Pendulum-v1"),
     Task(

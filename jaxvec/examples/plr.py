@@ -289,7 +289,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, test_envs: jaxvec.Ve
             handle, _, timesteps, _ = rollout(params, handle, level, key)
             return handle, timesteps.terminated.any(0).mean()
 
-        first = jax.tree.map(lambda leaf: leaf[0], held_out)
+        first = random_levels(key, config.num_envs)  # not shared by the agents, so each resets its own envs
         handle, _ = jaxvec.reset(test_envs, num_envs=config.num_envs, options=first)
         return jax.lax.scan(play, handle, held_out)[1].mean()
 
