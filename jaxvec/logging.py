@@ -212,9 +212,7 @@ class Options:
     video: int = 0  # number of envs, or of episodes of --evaluate, to film; needs moviepy
     logger: Literal["tensorboard", "trackio", "wandb"] | None = None  # also log there
     resume: Path | None = None  # continue the run in this folder, with its options
-    evaluate: Path | None = (
-        None  # play episodes with the policy of the run in this folder, and print the mean
-    )
+    evaluate: Path | None = None  # play episodes with the policy of the run in this folder
 
     def __post_init__(self) -> None:
         """Checks the options that all programs have; a ValueError becomes a usage error."""
@@ -881,7 +879,7 @@ def training(
         lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
         values: Any = {**saved, **lists, "resume": None, "evaluate": None}
         default = options(**values)
-        config: OptionsT = tyro.cli(options, args=argv, default=default)
+        config: OptionsT = tyro.cli(options, prog=Path(sys.argv[0]).name, args=argv, default=default)
         config.env_fn()  # raises an error if there is no such env
         folder = old or Path("runs") / (config.name or _default_name(program, config))
         extra = not quiet and not config.evaluate
