@@ -42,9 +42,7 @@ class Config(Options):
 
     num_actors: int = 2  # number of threads that step envs; with 0, stepping and learning alternate
     num_envs: int = 16  # number of envs per actor
-    num_workers: int | None = (
-        None  # number of worker processes of all actors; by default, one per core for each
-    )
+    num_workers: int | None = None  # workers of all actors; by default, one per usable core for each
     num_steps: int = 20  # steps of each env in a rollout
     total_steps: int = 400_000  # env steps, rounded up to whole rollouts
     mean_delay: float = 0.0  # mean additional delay of each env step, in seconds

@@ -29,6 +29,7 @@ from jaxvec.examples import (
     impala,
     impala_ray,
     plr,
+    ppo,
     ppo_atari,
     ppo_mujoco,
     ppo_recurrent,
@@ -487,6 +488,19 @@ def test_other_programs_refuse_options_that_do_not_fit(program, options, message
         program.main(options.split())
     assert caught.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "program", [dqn, impala, impala_ray, plr, ppo, ppo_recurrent, sac, search], ids=lambda each: each.__name__
+)
+def test_help_explains_each_option(program, capsys):
+    with pytest.raises(SystemExit) as caught:
+        program.main(["--help"])
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    options = [each.partition("(default")[0].split() for each in text.split(" --") if "(default" in each]
+    assert {"env", "resume", "evaluate", "num-envs"} < {option[0] for option in options}
+    assert [option[0] for option in options if len(option) < 4] == []  # name, type and at least two words
 
 
 def test_v_trace_is_what_its_definition_says():
