@@ -35,7 +35,6 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _util
 from jaxvec._envs.constructors import find_spec
 from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
@@ -864,12 +863,7 @@ def training(
         print(run.env_steps)  # 3
         ```
     """
-    try:
-        tyro: Any = import_optional("tyro", "jaxvec.logging", "demo")
-    except ImportError as error:
-        raise ImportError(
-            f"the options need tyro, of the extra [demo]: {_util.install_command('demo')}"
-        ) from error
+    tyro: Any = import_optional("tyro", "jaxvec.logging.training", "demo")
     source, _ = tyro.cli(_Source, args=argv, return_unknown_args=True, add_help=False)
     old = source.evaluate or source.resume
     try:
