@@ -59,7 +59,6 @@ class BatchSlice(Slice):
         spec: PoolSpec,
         arrays: Arrays,
     ) -> None:
-        super().__init__()
         self._instances = instances
         self._targets: list[Any] = instances  # or objects that record their steps and resets
         self._size, self._check = size, check

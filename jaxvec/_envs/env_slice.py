@@ -95,7 +95,6 @@ class EnvSlice(Slice):
         `replaces` is for a slice that replaces one of a dead process: the leaves of Python objects that the
         program received last, `[n, ...]` each. With `moved`, `import_slots` follows.
         """
-        super().__init__()
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
         rows = {path: array[first : first + len(envs)] for path, array in arrays.items()}
@@ -154,11 +153,8 @@ class EnvSlice(Slice):
         self._index: Index = slice(0, 0, 1)
         self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
         self.env_fns, self.spec, self.arrays, self.config = env_fns, spec, arrays, config
-        objects = self.give_actions, self.put_objects, self.get_objects
-        self.requests |= {each.__name__: each for each in objects}
         self._extensions = [extension.on_slice(self) for extension in config.extensions]
         for extension in self._extensions:
-            self.requests |= extension.requests
             self.verbs = {**self.verbs, **extension.verbs}
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))
@@ -404,6 +400,14 @@ class EnvSlice(Slice):
         self.stats[_stats.STEP_NS] += now - started - (resets - in_resets)
 
     # --- Requests over the control socket ---------------------------------------------------------
+
+    requests = Slice.requests | {"give_actions", "put_objects", "get_objects"}
+
+    def answer(self, name: str, *args: Any) -> Any:
+        for extension in self._extensions:
+            if name in extension.requests:
+                return extension.requests[name](*args)
+        return super().answer(name, *args)
 
     def _record_calls(self, recorder: Recorder | None) -> None:
         self.slots.record(recorder)

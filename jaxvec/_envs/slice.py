@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -117,17 +117,20 @@ class Slice(ABC):
     """The envs of neighbouring slots, which fill the rows of these slots in the segment."""
 
     first: int  # the first slot
-    # Functions that a pool requests by name, while none of the slice's envs is pending.
-    requests: dict[str, Callable[..., Any]]
+    # Methods that a pool requests by name, while none of the slice's envs is pending.
+    requests: ClassVar[frozenset[str]] = frozenset(
+        ("infos_of", "call", "get_attr", "map", "set_attr", "set_options", "start_trace", "stop_trace")
+    )
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of extensions
     recorder: Recorder | None = None  # `None` while no trace is recorded
     _record: Record | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests
     _copied: Callable[[Any], Any] = staticmethod(copied)  # of values that several envs get
 
-    def __init__(self) -> None:
-        names = "infos_of", "call", "get_attr", "map", "set_attr", "set_options", "start_trace", "stop_trace"
-        self.requests = {name: getattr(self, name) for name in names}
+    def answer(self, name: str, *args: Any) -> Any:
+        """Returns the result of a request."""
+        assert name in self.requests, name
+        return getattr(self, name)(*args)
 
     @property
     def can_prepare(self) -> bool:

@@ -311,7 +311,7 @@ class Pool:
                 for extension in self._extensions:
                     extension.forget()
 
-    # --- Parts of the operations: only threads that are inside the engine, or hold slots, change anything --
+    # --- For extensions, too. Only threads that are inside the engine, or hold slots, change anything ------
 
     @contextmanager
     def exclusive_move(self, move: Move) -> Generator[ActiveMove]:
@@ -319,6 +319,37 @@ class Pool:
         with self.state.track(move) as active, self.engine.exclusive():
             self.state.enter(move)
             yield active
+
+    def dispatch(self, active: ActiveMove, verb: Verb, slots: NDArray[Any]) -> None:
+        """Dispatches an extension's verb to the workers of `slots`, and waits for them."""
+        with self.state.breaking():
+            self.engine.dispatch(verb, slots)
+        self.wait(active, slots, len(slots), verb)
+
+    def wait(
+        self,
+        active: ActiveMove,
+        slots: NDArray[Any],
+        count: int,
+        verb: Verb | None = None,
+        *,
+        waited: float = 0,
+        give_up: float | None = None,
+    ) -> None:
+        """Waits until `count` of `slots` are completed. Without `verb`, they are pending steps or resets."""
+
+        def check_wait() -> None:
+            active.interrupt()
+            self.state.check()  # another thread may have closed or broken the pool
+
+        if verb is None:  # the envs share the longer timeout if any of them still resets
+            verb = Verb.RESET if self.workers.any_resetting(slots) else Verb.STEP
+        timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
+        with span(self.state.recorder, "wait for workers"), self.state.breaking():
+            check_wait()
+            self.workers.wait(slots, count, WaitLimits(verb.word, timeout, check_wait, waited, give_up))
+
+    # --- Parts of the operations ------------------------------------------------------------------
 
     def _parse_options(self, options: Any, slots: NDArray[Any]) -> tuple[Options, Rows]:
         """Returns the options for the control sockets, and those for the segment if they are declared."""
@@ -374,35 +405,6 @@ class Pool:
         if pending:
             self.pending_envs.note_sent(chosen, self._timeouts.reset)
         self.engine.advance(active.move)
-
-    def dispatch(self, active: ActiveMove, verb: Verb, slots: NDArray[Any]) -> None:
-        """Dispatches an extension's verb to the workers of `slots`, and waits for them."""
-        with self.state.breaking():
-            self.engine.dispatch(verb, slots)
-        self.wait(active, slots, len(slots), verb)
-
-    def wait(
-        self,
-        active: ActiveMove,
-        slots: NDArray[Any],
-        count: int,
-        verb: Verb | None = None,
-        *,
-        waited: float = 0,
-        give_up: float | None = None,
-    ) -> None:
-        """Waits until `count` of `slots` are completed. Without `verb`, they are pending steps or resets."""
-
-        def check_wait() -> None:
-            active.interrupt()
-            self.state.check()  # another thread may have closed or broken the pool
-
-        if verb is None:  # the envs share the longer timeout if any of them still resets
-            verb = Verb.RESET if self.workers.any_resetting(slots) else Verb.STEP
-        timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
-        with span(self.state.recorder, "wait for workers"), self.state.breaking():
-            check_wait()
-            self.workers.wait(slots, count, WaitLimits(verb.word, timeout, check_wait, waited, give_up))
 
     def _start(
         self,

@@ -188,7 +188,7 @@ class WorkerGroup(ABC):
     def request(
         self, name: str, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
-        """Calls a function of each slice, a key of `Slice.requests`, and returns the result of each.
+        """Makes a request to each slice (`Slice.answer`), and returns the result of each.
 
         `arguments` returns a slice's arguments for `(first, stop)`, or `None` to skip it. The call may take
         `timeout` seconds; `check` is as in `WaitLimits`. A result is an error if an env raised there, or if

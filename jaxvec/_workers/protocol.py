@@ -137,7 +137,7 @@ class Closed:
 class Request:
     """Request of the parent to call a function of the slice."""
 
-    name: str  # a key of `Slice.requests`
+    name: str  # for `Slice.answer`
     args: bytes  # a tuple, pickled apart: an error in unpickling it is a reply, not the end of the worker
 
 

@@ -132,7 +132,7 @@ class SerialWorkers(WorkerGroup):
             return [None]
         try:
             with self._typed():
-                return [self._slice.requests[name](*mine)]
+                return [self._slice.answer(name, *mine)]
         except (EnvError, EnvStateError) as error:
             return [error]
 

@@ -207,7 +207,7 @@ def _serve(
         settings = replaces.settings
         if data is not None:  # which contains the settings
             with EnvErrorContext(attach.slots[0], "restore"):
-                imported = done = env_slice.requests["import_slots"](data)
+                imported = done = env_slice.answer("import_slots", data)
             settings = {slot: settings[slot] for slot in settings.keys() & done.cut}
         _reapply_settings(env_slice, settings)
         if replaces.trace is not None:
@@ -230,15 +230,14 @@ def _serve(
         age = None if config.recycle is None else Age(config.recycle, stats)
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
-        requests = env_slice.requests
         while True:
             while env_slice.can_prepare and end.idle():
                 env_slice.prepare()
             start = monotonic_ns()
-            if age is not None and (reason := age.exceeded(start)) and requests["can_export_slots"]():
+            if age is not None and (reason := age.exceeded(start)) and env_slice.answer("can_export_slots"):
                 _report(channel, end, env_slice, Retire(reason))  # after which no other request is pending
                 known = exported is not None and exported.data is None  # that the states are not exact
-                return exported if known else requests["export_slots"]()
+                return exported if known else env_slice.answer("export_slots")
             message = end.receive()
             stats[WAIT_NS] += monotonic_ns() - start
             recorder = env_slice.recorder
@@ -318,7 +317,7 @@ def _answer(env_slice: Slice, request: Request) -> Reply:
     try:
         with EnvErrorContext(env_slice.first, request.name):
             args = _unpickle(request.args)
-        result = env_slice.requests[request.name](*args)
+        result = env_slice.answer(request.name, *args)
         with EnvErrorContext(env_slice.first, request.name):
             return Reply(dumps(result))
     except EnvFailure as failure:
