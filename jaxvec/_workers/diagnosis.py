@@ -156,7 +156,7 @@ def join(errors: Iterable[JaxvecError]) -> JaxvecError:
         note = f"{count} in the same operation: see error.others."
         # Not logged, since that would come before this error.
         also = [f"also failed in the same operation: {str(other).partition(chr(10))[0]}" for other in others]
-        first.args = ("\n".join([summary, note, *traceback, "", *also[:_MAX_OTHERS]]).rstrip(),)
+        first.args = ("\n".join([summary, note, *also[:_MAX_OTHERS], *traceback]),)
     return first
 
 

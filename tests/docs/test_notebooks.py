@@ -110,8 +110,4 @@ def test_a_notebook_runs_without_a_warning(path, tmp_path):
     assert outputs
     complaints = ["".join(output["text"]) for output in outputs if output.get("name") == "stderr"]
     # Of an env that fails for show, JAX logs the error where programs don't go by the FFI.
-    expected = (
-        "jax.io_callback failed",
-        "also failed in the same operation: env",
-    )  # where an env is meant to fail
-    assert not [text for text in complaints if not text.startswith(expected)]
+    assert not [text for text in complaints if not text.startswith("jax.io_callback failed")]

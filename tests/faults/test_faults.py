@@ -211,10 +211,10 @@ def test_all_that_fails_in_a_step_is_told_and_logged(drive, monkeypatch, caplog)
     assert [errors[0].action, errors[1].exitcode, errors[2].operation] == ["np.int64(7)", 3, "step"]
     assert [type(errors[0].__cause__), type(errors[2].__cause__)] == [LookupError, ValueError]
     assert not caplog.messages, "which would come before the error"
-    last = str(caught.value).splitlines()[-2:]
+    after = str(caught.value).splitlines()[2:4]
     for other in caught.value.others:
         assert other.others == ()
-        assert f"also failed in the same operation: {str(other).splitlines()[0]}" in last
+        assert f"also failed in the same operation: {str(other).splitlines()[0]}" in after
     come = pickle.loads(pickle.dumps(caught.value))
     assert [str(each) for each in (come, *come.others)] == [
         str(each) for each in (caught.value, *caught.value.others)

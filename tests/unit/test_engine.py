@@ -144,7 +144,6 @@ def open_pool(kind, num_envs, *, num_workers, batch_size, in_order, together=1):
         in_order=in_order,
         timeouts=Timeouts(None, PATIENCE, PATIENCE),
         resets_required=True,
-        records=False,
     )
 
 

@@ -10,9 +10,11 @@ import pickle
 import select
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jaxvec import _stats
@@ -213,7 +215,9 @@ def _pickled(state: EnvState) -> EnvState | None:
 
 # --- The forked child, which leaves the env and everything that it can reach untouched -------------------
 
-_PATIENCE = 5.0  # seconds
+_PATIENCE = 5.0  # seconds without progress and without work, that is: of waiting
+_BUSY_PATIENCE = 300.0  # seconds of work without progress
+_LOOK_INTERVAL = 0.25  # seconds
 _PROGRESS = b"."  # no pickle starts with it
 
 
@@ -224,7 +228,7 @@ class ForkedProcessEnded(EnvStateError):
 def call_in_fork(function: Callable[[Callable[[], None]], Any], env: Any, seconds: float) -> Any:
     """Calls a function in a forked child of this process, a worker; returns its result or raises its error.
 
-    The function gets a function `progress`, and may take `seconds` between two calls of that.
+    The function gets a function `progress`, and may wait for `seconds` between two calls of that.
 
     Raises:
         ForkedProcessEnded: `env`, which the function steps, has ended the child.
@@ -247,7 +251,7 @@ def call_in_fork(function: Callable[[Callable[[], None]], Any], env: Any, second
     try:
         os.close(writer)
         with open(reader, "rb", buffering=0) as file:
-            result = _read(file, seconds)
+            result = _read(file, child, seconds)
     except BaseException as error:  # also a signal
         os.kill(child, signal.SIGKILL)
         if isinstance(error, TimeoutError):
@@ -277,15 +281,34 @@ def patience(stats: memoryview) -> float:
     return _PATIENCE + 10 * (stats[_stats.STEP_NS] / steps + stats[_stats.RESET_NS] / resets) / 1e9
 
 
-def _read(file: io.FileIO, seconds: float) -> bytes:
-    """Returns what a child writes, without its progress; raises `TimeoutError` after silent `seconds`."""
+def _read(file: io.FileIO, child: int, seconds: float) -> bytes:
+    """Returns what a child writes, without its progress.
+
+    Raises:
+        TimeoutError: The child has waited for `seconds`, or worked for a long time, without progress.
+    """
     parts: list[bytes] = []
+    alive = active = time.monotonic()
+    used = 0
     while True:
-        if not select.select([file], [], [], seconds)[0]:
+        if select.select([file], [], [], _LOOK_INTERVAL)[0]:
+            if not (part := file.read(1 << 20)):
+                return b"".join(parts).lstrip(_PROGRESS)
+            parts.append(part)
+            alive = active = time.monotonic()
+        elif (now_used := _cpu_time(child)) != used:  # on a busy machine, it may get little
+            used, active = now_used, time.monotonic()
+        if time.monotonic() > min(active + seconds, alive + max(seconds, _BUSY_PATIENCE)):
             raise TimeoutError
-        if not (part := file.read(1 << 20)):
-            return b"".join(parts).lstrip(_PROGRESS)
-        parts.append(part)
+
+
+def _cpu_time(pid: int) -> int:
+    """Returns the CPU time of a process in clock ticks; 0 if it is unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 def _threads() -> str:
