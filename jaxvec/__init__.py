@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxvec import adapters as adapters
     from jaxvec import logging as logging
     from jaxvec import normalize as normalize
+    from jaxvec import ports as ports
     from jaxvec import spaces as spaces
     from jaxvec import testing as testing
     from jaxvec._backends.ray.backend import Ray
@@ -57,7 +58,7 @@ __all__ = [
 ]
 __all__ += _errors.__all__
 
-_MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "spaces", "testing")
+_MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "ports", "spaces", "testing")
 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {

@@ -47,6 +47,7 @@ NEEDS = {
     "jaxvec.compat.bridges": ["gxm", "gymnax"],
     "jaxvec.compat.stable_baselines3": ["stable-baselines3"],
     "jaxvec.compat.stoix": ["stoa-env"],
+    "jaxvec.ports.as_port": ["gymnax"],
 }
 
 _EXAMPLE = re.compile(r"^Example:\n    ```python\n(.*?)^    ```$", re.MULTILINE | re.DOTALL)
@@ -94,8 +95,9 @@ def _module(module: str) -> Iterator[tuple[str, str]]:
 
 
 def _public() -> Iterator[tuple[str, str]]:
-    for module in ("jaxvec", "jaxvec.adapters", "jaxvec.logging", "jaxvec.normalize", "jaxvec.testing"):
-        yield from _module(module)
+    for module in ("adapters", "logging", "normalize", "ports", "testing"):
+        yield from _module(f"jaxvec.{module}")
+    yield from _module("jaxvec")
     for name in _errors.__all__:  # jaxvec exports all of them
         yield from _docstrings(f"jaxvec.{name}", "jaxvec._errors", name)
     for module, symbol in (

@@ -1,0 +1,250 @@
+"""The record that `jaxvec.ports.compare_port` returns: differences per leaf, as a table and as a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+
+Mode = Literal["one_step", "free_running"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The step with the largest error of a leaf.
+
+    Attributes:
+        step: Number of the step in its episode, from 1.
+        env: Index of the env.
+        key: Key data of the episode, uint32 array. The keys of its reset and steps derive from it.
+        state: The port's state before the step, as a dict from path to array.
+        action: Pytree of the action.
+        port: The leaf's value in the port.
+        original: The leaf's value in the original.
+    """
+
+    step: int
+    env: int
+    key: Any
+    state: dict[str, Any]
+    action: Any
+    port: Any
+    original: Any
+
+
+@dataclass(frozen=True)
+class LeafResult:
+    """How often a leaf of the results was different.
+
+    Attributes:
+        compared: Number of steps of single envs in which the leaf was compared.
+        different: Number of these with an error above the tolerance.
+        unequal: Number of these with any error.
+        tolerance: Largest accepted error.
+        max_error: Largest error. Errors of floats are absolute for values of the original up to 1 in
+            magnitude, and relative above.
+        first_step: Smallest number of a step in an episode with an error above the tolerance; `None` without.
+        ones: For flags, the number of steps with True in the port and in the original; else `None`.
+        worst: The step with the largest error, `None` if all are equal.
+    """
+
+    compared: int
+    different: int
+    unequal: int
+    tolerance: float
+    max_error: float
+    first_step: int | None = None
+    ones: tuple[int, int] | None = None
+    worst: Case | None = None
+
+
+@dataclass(frozen=True)
+class SpaceResult:
+    """A property of the envs on both sides, such as the bounds of observations.
+
+    Attributes:
+        port: Text of the port's property, `"not declared"` if it has none.
+        original: Text of the original's property.
+        equal: Whether both are equal. True if one is not declared.
+    """
+
+    port: str
+    original: str
+    equal: bool
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between a port and its original. Printing it shows a table.
+
+    Attributes:
+        mode: `"one_step"` or `"free_running"`.
+        set_to_states: Whether the original was set to states of the port. Otherwise, its episodes start from
+            its own resets, with seeds that derive from the port's keys.
+        seed: Seed of the comparison.
+        num_envs: Number of envs.
+        num_steps: Number of steps of each env.
+        spaces: Results by property.
+        leaves: Results by path, such as `obs/speed`.
+        episodes: Number of episodes that were started.
+        parted: Number of episodes with a difference.
+        parted_after: Mean number of steps until the first difference of these episodes; NaN without any.
+
+    Example:
+        ```python
+        def count(key, steps, action):
+            obs = jnp.array([1, steps + 1, steps + 1, action])
+            return steps + 1, {"obs": obs, "reward": steps + 1.0, "done": False}
+
+        port = jaxvec.ports.Port(lambda key: (jnp.int32(0), jnp.zeros(4, int)), count)
+        original = jaxvec.testing.CountingEnv
+        result = jaxvec.ports.compare_port(port, original, mode="free_running", num_envs=2, num_steps=5)
+        result.assert_equal(ignore=["obs"])
+        print(result.leaves["reward"].different)  # 0
+        ```
+    """
+
+    mode: Mode
+    set_to_states: bool
+    seed: int
+    num_envs: int
+    num_steps: int
+    spaces: Mapping[str, SpaceResult]
+    leaves: Mapping[str, LeafResult]
+    episodes: int
+    parted: int
+    parted_after: float
+
+    @property
+    def differences(self) -> list[str]:
+        """Names of the properties and paths of the leaves that differ by more than the tolerances."""
+        spaces = [name for name, each in self.spaces.items() if not each.equal]
+        return [*spaces, *(path for path, each in self.leaves.items() if each.different)]
+
+    def assert_equal(self, *, ignore: Collection[str] = ()) -> None:
+        """Raises if there is a difference.
+
+        Args:
+            ignore: Names of accepted differences, as in `differences`.
+
+        Raises:
+            AssertionError: A property or a leaf differs. The message has the table, and a replay of the first
+                leaf that differs.
+        """
+        if names := [name for name in self.differences if name not in ignore]:
+            leaves = [name for name in names if name in self.leaves]
+            replay = f"\n\n{self.replay(leaves[0])}" if leaves else ""
+            raise AssertionError(f"the port differs from its original in {', '.join(names)}\n{self}{replay}")
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                "leaf",
+                "equal",
+                "within tolerance",
+                "largest error",
+                "tolerance",
+                "first step",
+                "True in port · original",
+            )
+        ]
+        for path, each in self.leaves.items():
+            rows.append(
+                (
+                    path,
+                    _share(each.compared - each.unequal, each.compared),
+                    _share(each.compared - each.different, each.compared),
+                    f"{each.max_error:.3g}",
+                    f"{each.tolerance:.3g}",
+                    "" if each.first_step is None else str(each.first_step),
+                    "" if each.ones is None else "{:,} · {:,}".format(*each.ones),
+                )
+            )
+        properties = [("property", "port", "original", "")]
+        for name, each in self.spaces.items():
+            properties.append((name, each.port, each.original, "" if each.equal else "different"))
+        start = (
+            "set to the port's state before each step"
+            if self.mode == "one_step"
+            else (
+                "set to the port's state when an episode starts"
+                if self.set_to_states
+                else "not set to states of the port: each episode starts from its own reset"
+            )
+        )
+        parted = f"{self.parted:,} of {self.episodes:,} episodes differ"
+        if self.parted:
+            parted += f", first after {self.parted_after:.1f} steps on average"
+        steps = self.num_envs * self.num_steps
+        heading = f"{steps:,} steps ({self.num_envs} envs, seed {self.seed}), original {start}; {parted}"
+        return "\n\n".join([heading, _table(rows), _table(properties)])
+
+    def replay(self, leaf: str | None = None) -> str:
+        """Returns a few lines of Python that show the largest error of a leaf on both sides.
+
+        The lines use `port`, `original`, `set_state` and `policy`, as they were passed to `compare_port`. Add
+        `select_state`, if one was passed.
+
+        Args:
+            leaf: Path of the leaf; by default, the first one that differs.
+
+        Raises:
+            ValueError: All values of the leaf are equal.
+        """
+        unequal = [path for path, each in self.leaves.items() if each.worst is not None]
+        different = [path for path in unequal if self.leaves[path].different]
+        path = leaf if leaf is not None else next(iter(different or unequal), None)
+        if path not in unequal:
+            raise ValueError(f"{path or 'leaf'}: all values are equal, so there is nothing to replay")
+        case: Any = self.leaves[path].worst
+        arguments = [
+            "port",
+            "original",
+            "set_state" if self.set_to_states else "None",
+            "policy",
+            f"step={case.step}",
+        ]
+        arguments.append(f"key=jax.random.wrap_key_data({_code(case.key)})")
+        if self.mode == "one_step":
+            arguments += [f"state={_code(case.state)}", f"action={_code(case.action)}"]
+        lines = [
+            f"# {path} in step {case.step} of an episode of env {case.env}: "
+            f"port {_short(case.port)}, original {_short(case.original)}",
+            "import jax, jaxvec, numpy",
+            f"results = jaxvec.ports.replay({', '.join(arguments)})",
+            f"for side in results: print(side[{path!r}])",
+        ]
+        return "\n".join(lines)
+
+
+def _share(part: int, total: int) -> str:
+    """Returns a percentage that is 100 % only if `part` is `total`."""
+    if part == total:
+        return "100 %"
+    digits = max(2, len(str(total)) - 2)
+    return f"{100 * part / max(total, 1):.{digits}f} %"
+
+
+def _short(value: Any) -> str:
+    return np.array2string(np.asarray(value), threshold=16, separator=", ").replace("\n", "")
+
+
+def _code(value: Any) -> str:
+    """Returns an expression for a pytree of arrays, with full precision."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_code(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_code(each)}, " for each in value) + ")"
+    array = np.asarray(value)
+    values = repr(array.tolist()).replace("nan", "numpy.nan").replace("inf", "numpy.inf")
+    return f"numpy.array({values}, {array.dtype.name!r})"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Returns a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

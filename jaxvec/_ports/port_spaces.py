@@ -1,0 +1,56 @@
+"""Compares the spaces of a port, which may be those of Gymnasium, gymnax or Navix, with the original's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxvec._ports.comparison import SpaceResult
+from jaxvec._spec import as_jax
+
+NOT_DECLARED = "not declared"
+
+
+def compare_spaces(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, SpaceResult]:
+    """Compares spaces by name, and the time limits, which are numbers or `None`."""
+    rows: dict[str, SpaceResult] = {}
+    for name, space in theirs.items():
+        parts = [_describe(ours[name]), _describe(space)]
+        for part in parts[1] | parts[0]:
+            texts = [each.get(part, NOT_DECLARED) for each in parts]
+            rows[f"{name} {part}".strip()] = SpaceResult(*texts, equal=texts[0] == texts[1] or not parts[0])
+    return rows
+
+
+def _describe(space: Any) -> dict[str, str]:
+    """Returns texts of the properties of a space; none if it has no bounds."""
+    if isinstance(space, int):
+        return {"": f"{space:,} steps"}
+    if isinstance(children := getattr(space, "spaces", None), Mapping):
+        return {
+            f"{key} {part}": text for key, each in children.items() for part, text in _describe(each).items()
+        }
+    if hasattr(space, "n") and not space.shape:
+        start = int(getattr(space, "start", 0))
+        return {"values": f"{start} to {start + int(space.n) - 1}"}
+    low, high = (getattr(space, name, getattr(space, of_navix, None)) for name, of_navix in _BOUNDS)
+    if low is None or high is None:
+        return {}
+    dtype = as_jax(np.dtype(space.dtype))
+    low, high = (_bound(value, space.shape, dtype) for value in (low, high))
+    if not space.shape and dtype.kind in "iu":
+        return {"values": f"{low} to {high}"}
+    return {"shape": str(tuple(space.shape)), "dtype": dtype.name, "low": low, "high": high}
+
+
+_BOUNDS = ("low", "minimum"), ("high", "maximum")
+
+
+def _bound(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
+    """Returns one number if all are equal. Seven digits, as float32 has."""
+    texts = [
+        f"{each:.7g}" for each in np.broadcast_to(np.asarray(value).astype(dtype), shape).flat[:1000].tolist()
+    ]
+    return texts[0] if len({*texts}) == 1 else f"[{', '.join(texts[:8])}{', …' if len(texts) > 8 else ''}]"

@@ -1,0 +1,305 @@
+"""The compiled program of a comparison, and the functions that a replay shares with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+
+from jaxvec._ports.comparison import Case, LeafResult, SpaceResult
+from jaxvec.callbacks._functions import reset, step
+
+
+@dataclass
+class Program:
+    """The compiled comparison: a scan whose carry has the running episodes, and a tally for each leaf.
+
+    Attributes:
+        port: The `Port`.
+        policy: Function `(key, obs, state) -> action` of one env.
+        sent: Function that returns what workers get of a state, a dict from path to array.
+        each_step: Whether the original is set to the port's state before each step.
+        num_envs: Number of envs.
+        num_steps: Number of steps of each env.
+        tolerances: Largest accepted errors, by path.
+        infos: Names of the declared infos.
+        progress: Whether to show the progress.
+        mismatches: Differences of the structure, shapes and dtypes of results, found while tracing.
+    """
+
+    port: Any
+    policy: Callable[[jax.Array, Any, Any], Any]
+    sent: Callable[[Any], dict[str, Any]]
+    each_step: bool
+    num_envs: int
+    num_steps: int
+    tolerances: Mapping[str, float]
+    infos: tuple[str, ...]
+    progress: bool
+    mismatches: dict[str, SpaceResult] = field(default_factory=dict)
+
+    def __call__(self, envs: Any, seed: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        root = jax.random.key(seed)
+        time = jnp.ones(self.num_envs, jnp.int32)  # the number of the next step in its episode
+        playing = {**self.begin(root, 0), "time": time, "parted": time < 0}
+        handle, timestep = reset(envs, seed=seed)
+        theirs = self.results_of(timestep)
+        action, _, ours = jax.eval_shape(self.step_port, playing)
+        none, tallies = jnp.int32(0), {}
+        for path in self.shared_paths(by_path(ours), theirs):
+            case = jax.eval_shape(partial(self.case, 0, path), playing, action, ours, theirs)
+            tallies[path] = {
+                **dict.fromkeys(("unequal", "different", "port", "original"), none),
+                "first": jnp.int32(_NEVER),
+                "error": jnp.float32(0),
+                "worst": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), case),
+            }
+        counts = dict.fromkeys(("episodes", "parted"), none) | {"parted_steps": jnp.float32(0)}
+        carry = handle, playing, tallies, counts
+        (_, _, tallies, counts), _ = jax.lax.scan(
+            partial(self.body, root), carry, jnp.arange(1, self.num_steps + 1)
+        )
+        return tallies, counts
+
+    def begin(self, root: jax.Array, number: Any) -> dict[str, Any]:
+        """Returns new episodes of all envs."""
+        keys = jax.random.split(jax.random.fold_in(root, number), self.num_envs)
+        state, obs = jax.vmap(lambda key: self.port.reset(jax.random.fold_in(key, 0)))(keys)
+        return {"keys": keys, "state": state, "obs": obs}
+
+    def step_port(self, playing: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """Returns the actions of all envs, the port's states after them, and its results."""
+
+        def one(key: Any, number: Any, obs: Any, state: Any) -> Any:
+            policy_key, step_key = step_keys(key, number)
+            action = self.policy(policy_key, obs, state)
+            return action, *self.port.step(step_key, state, action)
+
+        before = playing["state"]
+        action, after, results = jax.vmap(one)(playing["keys"], playing["time"], playing["obs"], before)
+        # A sum of weakly typed numbers may have another dtype than the state of the reset.
+        after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, before)
+        return action, after, results
+
+    def results_of(self, timestep: Any) -> dict[str, Any]:
+        """Returns the original's results by path, named as those of the port."""
+        results = {**timestep.obs, "reward": timestep.reward}
+        results["done"] = results["terminated"] | results["truncated"]
+        return by_path({**results, "info": {name: timestep.info[name] for name in self.infos}})
+
+    def shared_paths(self, ours: Any, theirs: Any) -> list[str]:
+        """Returns the paths to compare, and records the others, and other shapes or dtypes."""
+        missing = [path for path in ours if path not in theirs and not path.startswith("info")]
+        missing += [path for path in theirs if path not in ours and path not in _ENDS]
+        for path in missing:
+            texts = ["none" if path not in results else "given" for results in (ours, theirs)]
+            self.mismatches[f"result {path}"] = SpaceResult(texts[0], texts[1], False)
+        paths = [path for path in ours if path in theirs]
+        for path in list(paths):
+            for name in ("shape", "dtype"):
+                values = [getattr(results[path], name) for results in (ours, theirs)]
+                if values[0] != values[1]:
+                    texts = [str(value[1:] if name == "shape" else value) for value in values]
+                    self.mismatches[f"{name} of {path}"] = SpaceResult(texts[0], texts[1], False)
+            if ours[path].shape != theirs[path].shape:
+                paths.remove(path)
+        for prefix in self.tolerances:
+            if not any(_is_below(path, prefix) for path in paths):
+                raise ValueError(
+                    f"tolerances: no leaf has the path {prefix!r}; the paths are {', '.join(paths)}"
+                )
+        return paths
+
+    def body(self, root: jax.Array, carry: Any, number: jax.Array) -> tuple[Any, None]:
+        handle, playing, tallies, counts = carry
+        time, begun = playing["time"], playing["time"] == 1
+        action, after, ours = self.step_port(playing)
+        states, seeds = jax.vmap(self.sent)(playing["state"]), jax.vmap(seed_of)(playing["keys"])
+        asked = {"action": action, "step": time, "seed": seeds, "state": states}
+        handle, timestep = step(handle, asked)
+        theirs = self.results_of(timestep)
+        differs, counted = jnp.zeros(self.num_envs, bool), {}
+        for path, tally in tallies.items():
+            different, counted[path] = self.count(path, tally, playing, action, ours, theirs)
+            differs |= different
+        parted = differs & ~playing["parted"]
+        counts = {
+            "episodes": counts["episodes"] + begun.sum(),
+            "parted": counts["parted"] + parted.sum(),
+            "parted_steps": counts["parted_steps"] + jnp.where(parted, time, 0).sum(),
+        }
+        ended = ours["done"] if "done" in ours else ours["terminated"] | ours["truncated"]
+        ended = ended.astype(bool) if self.each_step else ended.astype(bool) | theirs["done"] | differs
+        going = {"keys": playing["keys"], "state": after, "obs": ours["obs"]}
+        playing = jax.lax.cond(
+            ended.any(), lambda: _select(ended, self.begin(root, number), going), lambda: going
+        )
+        playing["time"] = jnp.where(ended, 1, time + 1)
+        playing["parted"] = (parted | carry[1]["parted"]) & ~ended
+        if self.progress:
+            due = number % max(self.num_steps // 100, 1) == 0
+            show = partial(jax.debug.callback, partial(_show_progress, self.num_steps))
+            jax.lax.cond(due | (number == self.num_steps), lambda: show(number), lambda: None)
+        return (handle, playing, counted, counts), None
+
+    def count(
+        self, path: str, tally: dict[str, Any], playing: Any, action: Any, ours: Any, theirs: Any
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Returns the envs in which a leaf differs, and the tally with this step."""
+        port, original = by_path(ours)[path], theirs[path]
+        error = _errors(port, original)
+        different = error > self.tolerance(path)
+        worst = jnp.argmax(error)
+        flags = jnp.issubdtype(original.dtype, jnp.bool_) and original.ndim == 1
+        counted = {
+            "unequal": tally["unequal"] + (error > 0).sum(),
+            "different": tally["different"] + different.sum(),
+            "port": tally["port"] + (port.astype(bool).sum() if flags else 0),
+            "original": tally["original"] + (original.sum() if flags else 0),
+            "first": jnp.minimum(tally["first"], jnp.where(different, playing["time"], _NEVER).min()),
+            "error": jnp.maximum(tally["error"], error[worst]),
+        }
+        counted["worst"] = jax.lax.cond(
+            error[worst] > tally["error"],
+            lambda: self.case(worst, path, playing, action, ours, theirs),
+            lambda: tally["worst"],
+        )
+        return different, counted
+
+    def case(self, env: Any, path: str, playing: Any, action: Any, ours: Any, theirs: Any) -> dict[str, Any]:
+        """Returns the arrays of a `Case`."""
+        arrays = {
+            "step": playing["time"],
+            "key": jax.random.key_data(playing["keys"]),
+            "state": by_path(playing["state"]),
+            "action": action,
+            "port": by_path(ours)[path],
+            "original": theirs[path],
+        }
+        return {"env": jnp.int32(env), **jax.tree.map(lambda leaf: leaf[env], arrays)}
+
+    def tolerance(self, path: str) -> float:
+        """Returns the tolerance of the longest path that includes this one; 0 without."""
+        given = [prefix for prefix in self.tolerances if _is_below(path, prefix)]
+        return self.tolerances[max(given, key=len)] if given else 0.0
+
+    def result(self, path: str, tally: dict[str, Any]) -> LeafResult:
+        """Returns the record of a tally."""
+        arrays, first = tally["worst"], int(tally["first"])
+        case = Case(step=int(arrays.pop("step")), env=int(arrays.pop("env")), **arrays)
+        flags = np.ndim(case.original) == 0 and np.asarray(case.original).dtype.kind == "b"
+        return LeafResult(
+            compared=self.num_envs * self.num_steps,
+            different=int(tally["different"]),
+            unequal=int(tally["unequal"]),
+            tolerance=self.tolerance(path),
+            max_error=float(tally["error"]),
+            first_step=None if first == _NEVER else first,
+            ones=(int(tally["port"]), int(tally["original"])) if flags else None,
+            worst=case if tally["unequal"] else None,
+        )
+
+
+_NEVER = np.iinfo(np.int32).max
+_ENDS = ("terminated", "truncated", "done")
+
+
+def _is_below(path: str, prefix: str) -> bool:
+    return prefix in ("", path) or path.startswith(f"{prefix}/")
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a pytree as a dict from path to array; keys as their data."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {_path(path): jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in leaves}
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def restored(like: Any, leaves: Mapping[str, Any]) -> Any:
+    """Returns the pytree with the structure of `like` whose `by_path` is `leaves`."""
+
+    def leaf(path: Any, old: Any) -> Any:
+        value = jnp.asarray(leaves[_path(path)])
+        return jax.random.wrap_key_data(value) if _is_key(old) else value
+
+    return jax.tree_util.tree_map_with_path(leaf, like)
+
+
+def sent_state(select_state: Callable[[Any], Any] | None, used: bool, state: Any) -> dict[str, Any]:
+    """Returns the arrays of the state that the workers get; none without `set_state`."""
+    if not used:
+        return {}
+    selected = by_path(state if select_state is None else select_state(state))
+    return {path or "state": leaf for path, leaf in selected.items()}
+
+
+def seed_of(key: jax.Array) -> jax.Array:
+    """Returns the original's seed for an episode."""
+    return (jax.random.key_data(key)[-1] >> 1).astype(jnp.int32)
+
+
+def step_keys(key: jax.Array, number: Any) -> Any:
+    """Returns the keys of the policy and of the port for a step of an episode."""
+    return jax.random.split(jax.random.fold_in(key, number))
+
+
+def _select(mask: jax.Array, new: Any, old: Any) -> Any:
+    def leaf(a: Any, b: Any) -> Any:
+        return jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(leaf, new, old)
+
+
+def _errors(port: jax.Array, original: jax.Array) -> jax.Array:
+    """Returns the largest error of each env. Unequal values have an error above 0."""
+    dtype = jnp.promote_types(port.dtype, original.dtype)
+    equal = port == original
+    if jnp.issubdtype(dtype, jnp.floating):
+        equal |= jnp.isnan(port) & jnp.isnan(original)
+        error = jnp.abs(port - original) / jnp.maximum(1, jnp.abs(original))
+        error = jnp.where(jnp.isnan(error), jnp.inf, error)
+    else:  # float32 may not tell large integers apart
+        error = jnp.maximum(1, jnp.abs(port.astype(jnp.float32) - original.astype(jnp.float32)))
+    error = jnp.where(equal, 0, error).astype(jnp.float32)
+    return error.reshape(len(error), -1).max(1, initial=0)
+
+
+def random_action(space: Any, key: jax.Array, obs: Any, state: Any) -> Any:
+    """Returns a random action of a space."""
+    match space:
+        case spaces.Discrete():
+            return jax.random.randint(key, (), int(space.start), int(space.start + space.n))
+        case spaces.MultiDiscrete():
+            return jax.random.randint(key, space.shape, space.start, space.start + space.nvec)
+        case spaces.MultiBinary():
+            return jax.random.bernoulli(key, shape=space.shape).astype(jnp.int8)
+        case spaces.Box() if space.is_bounded() and space.dtype.kind == "f":
+            return jax.random.uniform(key, space.shape, jnp.float32, space.low, space.high)
+        case _:
+            raise ValueError(
+                f"there are no random actions for {space}; pass policy=lambda key, obs, state: ..."
+            )
+
+
+def _show_progress(total: int, number: Any) -> None:
+    end = "\n" if number == total else ""
+    print(
+        f"\rcompared {100 * int(number) // total} % of {total:,} steps per env",
+        end=end,
+        file=sys.stderr,
+        flush=True,
+    )

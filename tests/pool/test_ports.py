@@ -1,0 +1,306 @@
+"""Comparisons of JAX ports with their Python originals: wrong ports are found, and correct ones are equal."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec.ports import Port, as_port, compare_port, replay
+
+LIMIT, BOUND = 12, 3.0
+
+
+class Cart(gymnasium.Env):
+    """A cart on a line, in float32, so that a correct port is equal bit for bit."""
+
+    observation_space = spaces.Dict(
+        {"position": spaces.Box(-4, 4, (), np.float32), "weights": spaces.Box(-9, 9, (3,), np.float32)}
+    )
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = np.float32(self.np_random.uniform(-1, 1))
+        self.speed, self.steps = np.float32(0), 0
+        return self._obs(), {}
+
+    def step(self, action):
+        self.speed = np.float32(self.speed + np.float32(0.25) * np.float32(int(action) - 1))
+        self.position = np.float32(self.position + self.speed)
+        self.steps += 1
+        reward = float(self.position)
+        over = bool(abs(self.position) > BOUND)
+        return self._obs(), reward, over, False, {"steps": self.steps}
+
+    def _obs(self):
+        p, s, third = self.position, self.speed, np.float32(1 / 3)
+        weights = np.array([(p + s) + third, p, s], np.float32)
+        return {"position": p, "weights": weights}
+
+
+def make_cart(limit=LIMIT):
+    return gymnasium.wrappers.TimeLimit(Cart(), limit)
+
+
+def set_state(env, state):
+    cart = env.unwrapped
+    cart.position, cart.speed, cart.steps = state["position"], state["speed"], int(state["steps"])
+
+
+def make_port(*, limit=LIMIT, bound=BOUND, sign=1, late=False, order="first", space_high=4.0):
+    """Returns a port of `Cart`, which has the given mistakes."""
+
+    def observe(position, speed):
+        third = jnp.float32(1 / 3)
+        total = (position + speed) + third if order == "first" else position + (speed + third)
+        return {"position": position, "weights": jnp.array([total, position, speed])}
+
+    def reset(key):
+        state = {
+            "position": jax.random.uniform(key, minval=-1, maxval=1),
+            "speed": jnp.float32(0),
+            "steps": jnp.int32(0),
+            "last_reward": jnp.float32(0),
+        }
+        return state, observe(state["position"], state["speed"])
+
+    def step(key, state, action):
+        speed = state["speed"] + jnp.float32(0.25) * sign * (action - 1)
+        position = state["position"] + speed
+        steps = state["steps"] + 1
+        after = {"position": position, "speed": speed, "steps": steps, "last_reward": position}
+        return after, {
+            "obs": observe(position, speed),
+            "reward": state["last_reward"] if late else position,
+            "terminated": jnp.abs(position) > bound,
+            "truncated": steps >= limit,
+            "info": {"steps": steps},
+        }
+
+    space = spaces.Dict(
+        {
+            "position": spaces.Box(-4, space_high, (), np.float32),
+            "weights": spaces.Box(-9, 9, (3,), np.float32),
+        }
+    )
+    return Port(reset, step, space, spaces.Discrete(3), limit)
+
+
+compare = partial(
+    compare_port,
+    original=make_cart,
+    set_state=set_state,
+    num_envs=4,
+    num_steps=150,
+    backend="serial",
+    progress=False,
+)
+
+
+@pytest.mark.parametrize("mode", ["one_step", "free_running"])
+def test_a_correct_port_is_equal(mode):
+    result = compare(make_port(), mode=mode, info={"steps": int}, backend="process", num_workers=2)
+    assert result.differences == []
+    assert {*result.leaves} == {
+        "obs/position",
+        "obs/weights",
+        "reward",
+        "terminated",
+        "truncated",
+        "info/steps",
+    }
+    assert all(each.compared == 600 and each.max_error == 0 for each in result.leaves.values())
+    ends = result.leaves["truncated"].ones
+    assert ends is not None
+    assert ends[0] == ends[1] > 0
+    result.assert_equal()
+    with pytest.raises(ValueError, match="all values are equal"):
+        result.replay()
+
+
+MISTAKES = {
+    "time limit": ({"limit": LIMIT + 1}, {"time limit", "truncated"}),
+    "sign": ({"sign": -1}, {"obs/position", "obs/weights", "reward", "terminated"}),
+    "late reward": ({"late": True}, {"reward"}),
+    "bound": ({"bound": 2.5}, {"terminated"}),
+    "declared bound": ({"space_high": 5.0}, {"observation space position high"}),
+    "order of a sum": ({"order": "second"}, {"obs/weights"}),
+}
+
+
+@pytest.mark.parametrize(("mistake", "found"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("mode", ["one_step", pytest.param("free_running", marks=pytest.mark.slow)])
+def test_a_wrong_port_is_found_and_named(mistake, found, mode):
+    port = make_port(**mistake)
+    result = compare(port, mode=mode)
+    assert {*result.differences} <= found if mode == "free_running" else {*result.differences} == found
+    assert result.differences
+    with pytest.raises(AssertionError) as caught:
+        result.assert_equal()
+    assert result.differences[0] in str(caught.value)
+    result.assert_equal(ignore=found)
+    for path in {*result.differences} & {*result.leaves}:
+        leaf = result.leaves[path]
+        names = {"port": port, "original": make_cart, "set_state": set_state, "policy": None}
+        exec(result.replay(path), names)
+        ours, theirs = (np.asarray(side[path]) for side in names["results"])
+        assert (ours != theirs).any()
+        np.testing.assert_array_equal(ours, leaf.worst.port)
+        np.testing.assert_array_equal(theirs, leaf.worst.original)
+
+
+def test_a_wrong_time_limit_is_named_with_its_step():
+    leaf = compare(make_port(limit=LIMIT + 1)).leaves["truncated"]
+    assert leaf.first_step == LIMIT
+    assert leaf.worst.step == LIMIT
+    assert (bool(leaf.worst.port), bool(leaf.worst.original)) == (False, True)
+
+
+def test_a_sum_in_another_order_is_within_a_tolerance():
+    result = compare(make_port(order="second"), tolerances={"obs/weights": 1e-6})
+    leaf = result.leaves["obs/weights"]
+    assert 0 < leaf.max_error < 1e-6
+    assert leaf.unequal > leaf.different == 0
+    result.assert_equal()
+    assert compare(make_port(order="second"), tolerances={"obs": 1.0, "obs/weights": 0}).differences
+
+
+def test_free_running_episodes_end_at_their_first_difference():
+    result = compare(make_port(late=True), mode="free_running")
+    assert result.parted == result.leaves["reward"].different
+    assert result.parted_after == 1
+    assert result.episodes == 600
+
+
+def test_an_original_without_set_state_is_refused_in_one_step_mode():
+    with pytest.raises(ValueError, match="needs set_state"):
+        compare(make_port(), set_state=None)
+
+
+def test_an_original_without_set_state_runs_from_its_own_resets():
+    result = compare(make_port(), set_state=None, mode="free_running")
+    assert not result.set_to_states
+    assert "not set to states of the port" in str(result)
+    assert result.leaves["obs/position"].first_step == 1  # its random generator is another one
+
+
+def test_a_set_state_that_raises_is_named():
+    def wrong(env, state):
+        env.unwrapped.no_such_method(state)
+
+    with pytest.raises(jaxvec.EnvError, match="set_state could not set the original"):
+        compare(make_port(), set_state=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "two_step"}, "mode must be"),
+        (
+            {"tolerances": {"observation": 1}},
+            "no leaf has the path 'observation'; the paths are obs/position",
+        ),
+        ({"num_steps": 2**31}, "too many to count"),
+        ({"original": 3}, "original must be a Gymnasium id"),
+        ({"port": object()}, "no env of gymnax"),
+    ],
+)
+def test_wrong_arguments_are_named(options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        compare(**{"port": make_port(), **options})
+
+
+def test_results_of_other_shapes_and_dtypes_are_named():
+    right = make_port()
+
+    def step(key, state, action):
+        state, results = right.step(key, state, action)
+        obs = {"position": results["obs"]["position"][None], "extra": jnp.float32(0)}
+        return state, {**results, "obs": obs, "reward": results["reward"].astype(jnp.float16)}
+
+    def reset(key):
+        state, obs = right.reset(key)
+        return state, {"position": obs["position"][None], "extra": jnp.float32(0)}
+
+    result = compare(Port(reset, step))
+    assert {*result.differences} >= {
+        "shape of obs/position",
+        "result obs/extra",
+        "result obs/weights",
+        "dtype of reward",
+    }
+    assert result.spaces["shape of obs/position"].port == "(1,)"
+
+
+def test_a_state_with_a_key_and_a_selected_part_is_sent():
+    right = make_port()
+
+    def reset(key):
+        state, obs = right.reset(key)
+        return (key, state), obs
+
+    def step(key, both, action):
+        state, results = right.step(key, both[1], action)
+        return (jax.random.split(both[0])[0], state), results
+
+    port = Port(reset, step)
+    result = compare(
+        port, set_state=lambda env, state: set_state(env, {key[2:]: x for key, x in state.items()})
+    )
+    result.assert_equal()
+    compare(port, select_state=lambda both: both[1]).assert_equal()
+
+
+def test_nan_equals_nan_and_large_integers_are_compared_exactly():
+    class Original(gymnasium.Env):
+        observation_space = spaces.Dict(
+            {"float": spaces.Box(-1, 1, (2,), np.float32), "int": spaces.Box(0, 2**31 - 1, (), np.int32)}
+        )
+        action_space = spaces.MultiDiscrete([2, 3])
+
+        def reset(self, *, seed=None, options=None):
+            return self._obs(), {}
+
+        def step(self, action):
+            return self._obs(), 0.0, False, False, {}
+
+        def _obs(self):
+            return {"float": np.array([np.nan, np.inf], np.float32), "int": np.int32(2**30)}
+
+    def port(number):
+        obs = {"float": jnp.array([jnp.nan, jnp.inf]), "int": jnp.int32(number)}
+        return Port(
+            lambda key: (0, obs),
+            lambda key, state, action: (state, {"obs": obs, "reward": 0.0, "done": False}),
+        )
+
+    same = compare(port(2**30), original=Original, set_state=lambda env, state: None)
+    assert same.differences == []
+    other = compare(port(2**30 + 1), original=Original, set_state=lambda env, state: None)
+    assert other.differences == ["obs/int"]
+
+
+def test_the_envs_of_gymnax_are_ports():
+    gymnax = pytest.importorskip("gymnax", reason="gymnax is not installed: the group compat has it")
+
+    def set_cart(env, state):
+        env.unwrapped.state = [float(state[name]) for name in ("x", "x_dot", "theta", "theta_dot")]
+
+    port = as_port(*gymnax.make("CartPole-v1"))
+    result = compare(port, original="CartPole-v1", set_state=set_cart, tolerances={"obs": 1e-6})
+    assert [name for name in result.differences if "space" not in name] == []
+    ours, theirs = replay(port, "CartPole-v1", key=jax.random.key(0), step=3)
+    assert ours["obs"].shape == theirs["obs"].shape
+
+
+def test_the_progress_is_shown_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    compare(make_port(), progress=True)
+    assert capsys.readouterr().err.endswith("compared 100 % of 150 steps per env\n")
