@@ -21,12 +21,21 @@ import numpy as np
 from gymnasium import spaces
 
 from jaxvec._ports.comparison import Comparison, Mode
+from jaxvec._ports.distributions import Distributions, compare_distributions
 from jaxvec._ports.original import Original, SetState, constructor, space_like
 from jaxvec._ports.port_spaces import compare_spaces
 from jaxvec._ports.program import Program, by_path, random_action, restored, seed_of, sent_state, step_keys
 from jaxvec.callbacks._make import make
 
-__all__ = ["Comparison", "Port", "as_port", "compare_port", "replay"]
+__all__ = [
+    "Comparison",
+    "Distributions",
+    "Port",
+    "as_port",
+    "compare_distributions",
+    "compare_port",
+    "replay",
+]
 
 Policy = Callable[[jax.Array, Any, Any], Any]
 

@@ -180,7 +180,7 @@ class Comparison:
             parted += f", first after {self.parted_after:.1f} steps on average"
         steps = self.num_envs * self.num_steps
         heading = f"{steps:,} steps ({self.num_envs} envs, seed {self.seed}), original {start}; {parted}"
-        return "\n\n".join([heading, _table(rows), _table(properties)])
+        return "\n\n".join([heading, table(rows), table(properties)])
 
     def replay(self, leaf: str | None = None) -> str:
         """Returns a few lines of Python that show the largest error of a leaf on both sides.
@@ -243,7 +243,7 @@ def _code(value: Any) -> str:
     return f"numpy.array({values}, {array.dtype.name!r})"
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
+def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Returns a Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]

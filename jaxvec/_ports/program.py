@@ -139,7 +139,7 @@ class Program:
         ended = ended.astype(bool) if self.each_step else ended.astype(bool) | theirs["done"] | differs
         going = {"keys": playing["keys"], "state": after, "obs": ours["obs"]}
         playing = jax.lax.cond(
-            ended.any(), lambda: _select(ended, self.begin(root, number), going), lambda: going
+            ended.any(), lambda: select(ended, self.begin(root, number), going), lambda: going
         )
         playing["time"] = jnp.where(ended, 1, time + 1)
         playing["parted"] = (parted | carry[1]["parted"]) & ~ended
@@ -257,7 +257,7 @@ def step_keys(key: jax.Array, number: Any) -> Any:
     return jax.random.split(jax.random.fold_in(key, number))
 
 
-def _select(mask: jax.Array, new: Any, old: Any) -> Any:
+def select(mask: jax.Array, new: Any, old: Any) -> Any:
     def leaf(a: Any, b: Any) -> Any:
         return jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 

@@ -12,9 +12,10 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.ports import Port, as_port, compare_port, replay
+from jaxvec.ports import Port, as_port, compare_distributions, compare_port, replay
 
 LIMIT, BOUND = 12, 3.0
+OBS = ("position", "weights")
 
 
 class Cart(gymnasium.Env):
@@ -54,7 +55,7 @@ def set_state(env, state):
     cart.position, cart.speed, cart.steps = state["position"], state["speed"], int(state["steps"])
 
 
-def make_port(*, limit=LIMIT, bound=BOUND, sign=1, late=False, order="first", space_high=4.0):
+def make_port(*, limit=LIMIT, bound=BOUND, sign=1, late=False, order="first", space_high=4.0, start=1):
     """Returns a port of `Cart`, which has the given mistakes."""
 
     def observe(position, speed):
@@ -64,7 +65,7 @@ def make_port(*, limit=LIMIT, bound=BOUND, sign=1, late=False, order="first", sp
 
     def reset(key):
         state = {
-            "position": jax.random.uniform(key, minval=-1, maxval=1),
+            "position": jax.random.uniform(key, minval=-1, maxval=start),
             "speed": jnp.float32(0),
             "steps": jnp.int32(0),
             "last_reward": jnp.float32(0),
@@ -304,3 +305,40 @@ def test_the_progress_is_shown_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     compare(make_port(), progress=True)
     assert capsys.readouterr().err.endswith("compared 100 % of 150 steps per env\n")
+
+
+def test_equal_distributions_are_not_reported():
+    right = make_port()
+
+    def step(key, state, action):  # a discrete speed, with the rounding of another order of sums
+        state, results = right.step(key, state, action)
+        obs = {**results["obs"], "weights": results["obs"]["weights"] + 1e-7}
+        return state, {**results, "obs": obs}
+
+    result = compare_distributions(Port(right.reset, step), make_cart, num_episodes=512, backend="serial")
+    result.assert_equal()
+    assert {*result.samples} == {
+        *(
+            f"{when}/{name}"
+            for when in ("first obs", "obs after 1 steps", "obs after 10 steps")
+            for name in OBS
+        ),
+        "return",
+        "length",
+    }
+    assert "512 episodes on each side" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        ({"limit": LIMIT + 1}, "length"),
+        ({"bound": 2.0}, "length"),
+        ({"start": 0.7}, "first obs/position"),
+    ],
+)
+def test_other_distributions_are_found_and_named(mistake, found):
+    result = compare_distributions(make_port(**mistake), make_cart, num_episodes=512, backend="serial")
+    assert found in result.differences
+    with pytest.raises(AssertionError, match=found):
+        result.assert_equal()
