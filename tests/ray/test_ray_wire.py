@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import hmac
+import json
 import os
 import pickle
+import resource
 import signal
 import socket
+import ssl
 import threading
+from collections import deque
 from contextlib import suppress
 
 import numpy as np
 import pytest
+import trustme
 from support.disasters import PATIENCE, Background, wait_until
 from support.probe import (
     MESSAGE,
@@ -38,10 +43,12 @@ def listener():
     listener.close()
 
 
-def connect(address, key=KEY, **hello):
-    """Dials in as a host does, and says so."""
-    told = {"node": "node 1", "cores": 2, "max_envs": None, "token": "", **wire.versions()}
-    return dial(address, key, {**told, **hello})
+HELLO = {"node": "node 1", "cores": 2, "max_envs": None, "token": "", **wire.versions()}
+
+
+def connect(address, key=KEY, *, context=None, **hello):
+    """Dials in as a host does, and describes itself."""
+    return dial(address, key, HELLO | hello, context)
 
 
 def accept(listener):
@@ -147,13 +154,12 @@ NONCE = bytes(32)
     ],
     ids=["nothing", "a frame at once", "a proof by another key", "no proof"],
 )
-def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkeypatch, said):
-    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 2.0)  # also for the one with the key
+def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, said):
     stranger = socket.create_connection(listener.address)  # first
     heard = Background(lambda: proofless(stranger, said))
     here = connect(listener.address)
     there = accept(listener)
-    assert len(heard.result(PATIENCE)) <= 32  # random bytes
+    assert heard.result(PATIENCE)[32:] in (b"", wire._REFUSAL)  # after random bytes; no proof
     here.send(MESSAGE, b"welcome")
     assert there.receive()[1].tobytes() == b"welcome"
     assert not sprung.is_set()
@@ -161,25 +167,173 @@ def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkey
     there.close()
 
 
-def test_silent_strangers_delay_no_host(listener, monkeypatch):
+# The first bytes of a TLS handshake that announce 512 bytes, and few of these.
+HALF_HANDSHAKE = b"\x16\x03\x01\x02\x00\x01\x00"
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def guarded(request):
+    """Yields a listener, the context of its hosts, and what a connection without the key sends."""
+    ours = theirs = None
+    if request.param == "TLS":
+        authority = trustme.CA()
+        ours, theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+        authority.issue_cert("127.0.0.1").configure_cert(ours)
+        authority.configure_trust(theirs)
+    listener = Listener("127.0.0.1", 0, KEY, ours)
+    yield listener, theirs, b"" if ours is None else HALF_HANDSHAKE
+    listener.close()
+
+
+def is_open(sock):
+    """Returns whether the other end of a connection has not closed it."""
+    with suppress(BlockingIOError):
+        while part := sock.recv(1 << 16, socket.MSG_DONTWAIT):
+            assert part
+        return False
+    return True
+
+
+@pytest.fixture
+def without_limit(monkeypatch):
+    """Connections without the key are not closed for their age."""
     monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 10.0 * PATIENCE)
-    strangers = [socket.create_connection(listener.address) for _ in range(20)]
-    here = connect(listener.address)
+
+
+def test_silent_connections_delay_no_host(guarded, without_limit):
+    listener, context, said = guarded
+    silent = [socket.create_connection(listener.address) for _ in range(128)]
+    for each in silent:
+        each.sendall(said)
+    here = connect(listener.address, context=context)
     there = accept(listener)
+    assert all(map(is_open, silent))
     here.send(MESSAGE, b"welcome")
     assert there.receive()[1].tobytes() == b"welcome"
-    for end in (here, there, *strangers):
+    for end in (here, there, *silent):
         end.close()
 
 
-@pytest.mark.slow
-def test_more_strangers_than_are_examined_at_once_keep_no_host_out(listener, monkeypatch):
-    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 0.1)
-    strangers = [socket.create_connection(listener.address) for _ in range(2 * wire._MAX_STRANGERS)]
-    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 5.0)
-    connect(listener.address).close()
-    for stranger in strangers:
-        stranger.close()
+def test_a_flood_of_connections_delays_no_host(listener, without_limit):
+    """It admits hosts while more connections than it keeps are open, and others are made."""
+    most = 2 * wire._MAX_UNAUTHENTICATED
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * most)), hard))
+    ended, count, held = threading.Event(), 0, deque()
+
+    def flood():
+        nonlocal count
+        while not ended.is_set():
+            held.append(socket.create_connection(listener.address))
+            count += 1
+            if len(held) > most:
+                held.popleft().close()
+
+    flooding = Background(flood)
+    try:
+        wait_until(lambda: count > most)
+        for _ in range(5):
+            before = count
+            here = connect(listener.address)
+            accept(listener).close()
+            here.close()
+            wait_until(lambda before=before: count > before)
+    finally:
+        ended.set()
+        flooding.result()
+        for each in held:
+            each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_host_that_is_slow_to_prove_its_key_connects_again(listener, monkeypatch):
+    """Its machine may be busy, so the end of its time is not the refusal of its key."""
+    late, digest = [True], hmac.digest
+
+    def prove(key, message, how):
+        if late and message.startswith(b"connector"):
+            late.clear()
+            wait_until(lambda: not listener._callers)
+        return digest(key, message, how)
+
+    monkeypatch.setattr(hmac, "digest", prove)
+    here = connect(listener.address)
+    assert (late, len(listener.wait(1, PATIENCE))) == ([], 1)
+    here.close()
+
+
+def prove(address):
+    """Returns a connection that has proved the key, without a description of the host."""
+    sock = socket.create_connection(address)
+    listener = sock.recv(32, socket.MSG_WAITALL)
+    sock.sendall(NONCE + hmac.digest(KEY, b"connector" + listener + NONCE, "sha256"))
+    assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
+    return sock
+
+
+def frame(data):
+    return wire._HEADER.pack(MESSAGE, len(data)) + data
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"cores": float("nan")},
+        {"cores": "2"},
+        {"cores": True},
+        {"cores": 0},
+        {"max_envs": 2.5},
+        {"node": None},
+        {"node": "node 1\nroot: all is well"},
+        {"token": 3},
+        [],
+        None,
+        b"\xff",
+        b"[" * 4000,
+        b"1" * (1 << 20),
+    ],
+    ids=lambda hello: repr(hello)[:30],
+)
+def test_a_host_without_a_valid_description_is_rejected(listener, caplog, hello):
+    if isinstance(hello, dict):
+        hello = HELLO | hello
+    data = hello if isinstance(hello, bytes) else json.dumps(hello).encode()
+    sock = prove(listener.address)
+    rejected = wire.Connection(sock, sock)
+    with suppress(OSError):  # it does not read all of a long one
+        sock.sendall(frame(data))
+        name, (why,) = pickle.loads(rejected.receive()[1])
+        assert (name, why[:27]) == ("reject", "sent no valid description: ")
+    wait_until(lambda: "rejected a worker host at 127.0.0.1:" in caplog.text)
+    here = connect(listener.address, node="node 2")
+    assert [host.node for host in listener.wait(1, PATIENCE)] == ["node 2"]
+    here.close()
+    rejected.close()
+
+
+def test_a_refused_key_is_logged_with_its_address(listener, caplog):
+    with pytest.raises(PermissionError, match="another key; compare the key files"):
+        connect(listener.address, bytes(32))
+    wait_until(lambda: "refused a connection from 127.0.0.1:" in caplog.text)
+    assert "it does not have the key" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+def test_a_lack_of_resources_leaves_the_listener_alive(listener, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        if isinstance(error, MemoryError):
+            patch.setattr(wire, "_read_hello", fail)
+        else:
+            patch.setattr(Listener, "_admit", property(fail))
+        with prove(listener.address) as sock, suppress(ConnectionResetError):
+            while sock.recv(1 << 10):
+                pass
+    here = connect(listener.address)
+    assert len(listener.wait(1, PATIENCE)) == 1
+    here.close()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS, errno.EPROTO])
@@ -247,7 +401,8 @@ def test_a_proof_that_was_overheard_is_no_use(listener):
             victim.sendall(NONCE)  # not the listener's
             overheard = victim.recv(64, socket.MSG_WAITALL)
             assert len(overheard) == 64
-            assert len(proofless(socket.create_connection(listener.address), overheard)) <= 32
+            heard = proofless(socket.create_connection(listener.address), overheard)
+            assert heard[32:] == wire._REFUSAL
             victim.sendall(overheard[32:])  # its own proof
             with pytest.raises(ConnectionError, match="does not know the key"):
                 connecting.result(PATIENCE)

@@ -346,7 +346,7 @@ def test_a_host_with_another_key_is_refused(hosts, tmp_path):
     other.write_bytes(b"another key of the same sort")
     host = hosts.start(key_file=other)
     assert host.wait(PATIENCE) == 1
-    assert "closed the connection" in host.stderr.read()
+    assert "the process at the other end has another key" in host.stderr.read()
     assert hosts.remote._listener.wait(1, 0) == []
 
 

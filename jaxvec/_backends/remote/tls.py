@@ -19,29 +19,29 @@ _CHECK_INTERVAL = 5.0  # seconds between checks that a relay without data is sti
 
 
 def encrypt(
-    sock: socket.socket, context: ssl.SSLContext, *, deadline: float, server_hostname: str | None = None
+    sock: socket.socket, context: ssl.SSLContext, *, deadline: float, server_hostname: str
 ) -> tuple[socket.socket, socket.socket]:
     """Makes a TLS connection of a TCP connection; returns it, and a socket for plain data. Raises `OSError`.
 
-    The end that has connected passes `server_hostname`, which the certificate of the other must name.
+    The certificate of the other end must name `server_hostname`.
     """
-    secure = context.wrap_socket(
-        sock,
-        server_side=server_hostname is None,
-        server_hostname=server_hostname,
-        do_handshake_on_connect=False,
-    )
+    secure = context.wrap_socket(sock, server_hostname=server_hostname, do_handshake_on_connect=False)
     secure.settimeout(max(deadline - time.monotonic(), 0.001))  # of the whole handshake
     try:
         secure.do_handshake()
+        return secure, relay(secure)
     except OSError:
         secure.close()
         raise
+
+
+def relay(secure: ssl.SSLSocket) -> socket.socket:
+    """Returns a socket for the plain data of a TLS connection, which a thread relays from then on."""
     secure.setblocking(False)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     threading.Thread(target=_relay, args=(secure, theirs), daemon=True).start()
-    return secure, ours
+    return ours
 
 
 @dataclass

@@ -9,27 +9,29 @@ import logging
 import pickle
 import platform
 import secrets
+import selectors
 import socket
 import ssl
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._backends.remote.tls import encrypt
+from jaxvec._backends.remote.tls import encrypt, relay
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.rows import RowPacker
 from jaxvec._memory.segment import Arrays
+from jaxvec._options import check_count
 from jaxvec._spec import PoolSpec
 
 # --- TCP connections between two processes that share a key ----------------------------------------------
-# Each end proves that it has the key before the other reads a frame, so no stranger's bytes are unpickled.
+# Each end proves that it has the key before the other reads a frame, so no process without it sends pickles.
 # The frames are encrypted if the listener has an `SSLContext`.
 # Not `multiprocessing.connection`: it copies what it reads, so 2 MB took 3.3 ms of CPU time instead of 0.5,
 # and 1 kB took 87 us instead of 23. Its handshake has no timeout, and uses HMAC-MD5 on Python 3.11.
@@ -44,10 +46,17 @@ _HEADER = struct.Struct("<BQ")  # frame type, and length in bytes
 _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECT_TIMEOUT = 3.0  # seconds for a reachable machine to accept a connection
-_HANDSHAKE_TIMEOUT = 30.0  # seconds for the proofs; longer, as the processes of a busy machine may be slow
-_UNAUTHENTICATED_TIMEOUT = 5.0  # seconds that a listener spends on one stranger
-_MAX_STRANGERS = 64  # that a listener examines at the same time
+_HANDSHAKE_TIMEOUT = 30.0  # seconds for a host to be admitted, as the processes of a busy machine may be slow
+_REDIAL_INTERVAL = 0.2  # seconds after which a host connects again if the listener did not wait for its proof
+_UNAUTHENTICATED_TIMEOUT = 0.5  # seconds that a listener waits for the proof of one connection
+_MAX_UNAUTHENTICATED = 512  # connections that have this time at once; a further one takes that of the oldest
+# Accepted before the proofs that have arrived are checked again. With one, two processes that connect all
+# the time delayed a host by 2 s (median, 2 cores); with 32, by 16 ms.
+_MAX_ACCEPTS = 32
 _ACCEPT_RETRY_INTERVAL = 0.2  # seconds after an error, such as no descriptor for another connection
+_REFUSAL_LOG_INTERVAL = 1.0  # seconds between log records of connections with another key
+_REFUSAL = b"jaxvec: refused".ljust(_PROOF_BYTES)  # a listener's answer to a wrong proof
+_MAX_HELLO = 1 << 12  # bytes
 _MAX_MESSAGE = 1 << 36  # bytes
 _ACK_CHECK_INTERVAL = 3.0  # seconds between checks that sent data are acknowledged
 _ACK_TIMEOUT = 14.0  # seconds without an acknowledgement, after which the other machine is lost
@@ -56,6 +65,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # 14 s i
 _TCP_INFO = struct.Struct("<3xB20xI28xI")
 
 _logger = logging.getLogger("jaxvec")
+T = TypeVar("T")
 
 
 class Connection:
@@ -176,11 +186,54 @@ class Host(NamedTuple):
     token: str  # of the place that it was started for; empty if it may have any
 
 
+class Caller:
+    """A connection to a listener that has not yet proved that it has the key."""
+
+    def __init__(self, sock: socket.socket, address: str, key: bytes, context: ssl.SSLContext | None) -> None:
+        self.address = address
+        self.deadline: float = time.monotonic() + _UNAUTHENTICATED_TIMEOUT
+        self.sock = sock
+        if context is not None:
+            self.sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        self.sock.setblocking(False)
+        self.proving: Generator[int] = self._prove(key)
+
+    def _prove(self, key: bytes) -> Generator[int]:
+        """Checks the proof, and then proves the same; yields an event to wait for. Raises `OSError`."""
+        if isinstance(self.sock, ssl.SSLSocket):
+            yield from _attempt(self.sock.do_handshake)
+        listener = secrets.token_bytes(_NONCE_BYTES)
+        self.sock.send(listener)  # does not block, as the buffer has room for all that is sent here
+        answer = b""
+        while len(answer) < _NONCE_BYTES + _PROOF_BYTES:
+            part = yield from _attempt(self.sock.recv, _NONCE_BYTES + _PROOF_BYTES - len(answer))
+            if not part:
+                raise EOFError
+            answer += part
+        connector, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(key, b"connector", listener, connector)):
+            self.sock.send(_REFUSAL)
+            raise PermissionError("it does not have the key")
+        self.sock.send(_proof(key, b"listener", listener, connector))
+
+
+def _attempt(operation: Callable[..., T], *args: Any) -> Generator[int, None, T]:
+    """Calls an operation of a non-blocking socket until it succeeds; yields an event to wait for."""
+    while True:
+        try:
+            return operation(*args)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            yield selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            yield selectors.EVENT_WRITE
+
+
 class Listener:
     """A port at which hosts dial in.
 
-    A thread accepts connections, and each proves in a thread of its own that it has the key. So a stranger
-    that is silent delays no host.
+    One thread accepts connections, asks each at once for a proof that it has the key, and waits for the
+    proofs of all at the same time. So a connection without the key delays no host. Those with the key are
+    admitted in threads of their own.
 
     Attributes:
         address: Host and port.
@@ -188,14 +241,18 @@ class Listener:
 
     def __init__(self, host: str, port: int, key: bytes, context: ssl.SSLContext | None = None) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        self._socket = socket.create_server((host, port), family=family, backlog=4096)  # or the system's most
+        self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._key, self._context = key, context
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         self._changed = threading.Condition()
         self._hosts: list[Host] = []  # that no pool has taken; guarded by `_changed`, as is `_closed`
         self._closed = False
-        threading.Thread(target=self._accept_all, daemon=True).start()
+        # Used by the thread only.
+        self._selector = selectors.DefaultSelector()
+        self._callers: dict[Caller, None] = {}  # from the oldest to the newest
+        self._next_log = 0.0  # earliest time of another record of a refusal, of `time.monotonic()`
+        threading.Thread(target=self._run, daemon=True).start()
 
     def wait(self, count: int, timeout: float | None) -> list[Host]:
         """Returns the waiting hosts once there are `count`, or fewer after `timeout` seconds."""
@@ -218,9 +275,8 @@ class Listener:
         for host in hosts:
             host.connection.say_goodbye()
             host.connection.close()
-        with suppress(OSError):  # wakes `accept`; not connected
+        with suppress(OSError):  # wakes the thread, which closes the socket; closed before
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def _live_hosts(self) -> list[Host]:
         """Returns the waiting hosts, after those that were lost are dropped."""
@@ -230,90 +286,140 @@ class Listener:
                 self._hosts.remove(host)
         return self._hosts
 
-    def _accept_all(self) -> None:
-        while True:
-            self._strangers.acquire()
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:  # `close` was called, or another error of the network or of too few resources
-                if self._closed:
-                    return
-                time.sleep(_ACCEPT_RETRY_INTERVAL)
-                self._strangers.release()
-            else:
-                threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
+    # --- The thread that accepts connections ---------------------------------------------------------
 
-    def _admit(self, sock: socket.socket) -> None:
-        """Authenticates a host and queues it."""
+    def _run(self) -> None:
+        with self._socket, self._selector:
+            self._selector.register(self._socket, selectors.EVENT_READ)
+            while not self._closed:
+                oldest = next(iter(self._callers), None)
+                ready = self._selector.select(oldest and max(oldest.deadline - time.monotonic(), 0))
+                callers = [key.data for key, _ in ready if key.data is not None]
+                for caller in callers:
+                    self._advance(caller)
+                if len(callers) < len(ready):
+                    self._accept()
+                while (oldest := next(iter(self._callers), None)) and oldest.deadline <= time.monotonic():
+                    self._drop(oldest)
+            for caller in [*self._callers]:
+                self._drop(caller)
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                sock, address = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # the listener was closed, or an error of the network or of too few descriptors
+                if self._callers:
+                    self._drop(next(iter(self._callers)))
+                elif not self._closed:
+                    time.sleep(_ACCEPT_RETRY_INTERVAL)
+                return
+            try:
+                caller = Caller(sock, f"{address[0]}:{address[1]}", self._key, self._context)
+                self._selector.register(caller.sock, selectors.EVENT_READ, caller)
+            except Exception:  # such as the connection's end
+                sock.close()
+                continue
+            if len(self._callers) >= _MAX_UNAUTHENTICATED:
+                self._drop(next(iter(self._callers)))
+            self._callers[caller] = None
+            self._advance(caller)
+
+    def _advance(self, caller: Caller) -> None:
         try:
-            deadline, tcp = time.monotonic() + _UNAUTHENTICATED_TIMEOUT, sock
-            if self._context is not None:
-                tcp, sock = encrypt(sock, self._context, deadline=deadline)
-            _authenticate(sock, self._key, deadline=deadline, connects=False)
-            connection = Connection(tcp, sock)
-            hello = json.loads(connection.receive()[1].tobytes())
-            host = Host(connection, hello["node"], hello["cores"], hello["max_envs"], hello["token"])
-            for name, version in versions().items():
-                if hello[name] != version:
-                    why = f"has {name} {hello[name]}, but the pool's process has {version}"
-                    _logger.warning("a worker host was rejected: %s %s", host.node, why)
-                    connection.send(MESSAGE, pickle.dumps(("reject", (f"{why}; install the same version",))))
-                    raise ConnectionError(why)
+            if event := next(caller.proving, 0):
+                self._selector.modify(caller.sock, event, caller)
+                return
+            self._forget(caller)
+            threading.Thread(target=self._admit, args=(caller,), daemon=True).start()
+        except Exception as error:  # any: a connection must not end the listener
+            self._drop(caller)
+            if isinstance(error, PermissionError) and time.monotonic() >= self._next_log:
+                self._next_log = time.monotonic() + _REFUSAL_LOG_INTERVAL
+                _logger.warning("refused a connection from %s: %s", caller.address, error)
+
+    def _drop(self, caller: Caller) -> None:
+        self._forget(caller)
+        caller.sock.close()
+
+    def _forget(self, caller: Caller) -> None:
+        if caller in self._callers:
+            del self._callers[caller]
+            self._selector.unregister(caller.sock)
+
+    # --- A thread for each connection with the key ---------------------------------------------------
+
+    def _admit(self, caller: Caller) -> None:
+        """Reads a host's description of itself and queues the host."""
+        tcp = sock = caller.sock
+        try:
+            if isinstance(tcp, ssl.SSLSocket):
+                sock = relay(tcp)
+            try:
+                hello = _read_hello(sock)
+            except Exception as error:
+                why = (
+                    str(error)
+                    if isinstance(error, HostLostError)
+                    else f"sent no valid description: {error!r}"
+                )
+                _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
+                Connection(tcp, sock).send(MESSAGE, pickle.dumps(("reject", (why,))))
+                raise
             with self._changed:
+                host = Host(Connection(tcp, sock), *hello)
                 if self._closed:
-                    connection.say_goodbye()
+                    host.connection.say_goodbye()
                     raise ConnectionError("the listener was closed")
                 self._hosts.append(host)
                 self._changed.notify_all()
-        except (OSError, EOFError, ValueError, KeyError):  # a stranger, or a host that was lost
+        except Exception:  # any: a host must not end with a traceback of this process
             sock.close()
-        finally:
-            self._strangers.release()
 
 
 def dial(
     address: tuple[str, int], key: bytes, hello: Mapping[str, Any], context: ssl.SSLContext | None = None
 ) -> Connection:
-    """Connects to a `Listener` and describes this host; raises `OSError` without an answer or the key."""
-    tcp = sock = socket.create_connection(address, _CONNECT_TIMEOUT)
-    try:
-        deadline = time.monotonic() + _HANDSHAKE_TIMEOUT
-        if context is not None:
-            tcp, sock = encrypt(sock, context, deadline=deadline, server_hostname=address[0])
-        _authenticate(sock, key, deadline=deadline, connects=True)
-        connection = Connection(tcp, sock)
-        connection.send(MESSAGE, json.dumps(hello).encode())
-    except OSError:
-        sock.close()
-        raise
-    return connection
+    """Connects to a `Listener` and describes this host; raises `OSError` without an answer or the key.
 
-
-def _authenticate(sock: socket.socket, key: bytes, *, deadline: float, connects: bool) -> None:
-    """Proves to the other end that this one has the key, and checks the other end's proof.
-
-    The listener sends its proof only after it has checked the connector's. A proof is an HMAC of its sender's
-    role and of random bytes of both ends, so it can't be replayed or reflected. Raises `OSError`.
+    A listener that has too little time for a slow host closes the connection without a refusal. Then the
+    host connects again.
     """
+    deadline = time.monotonic() + _HANDSHAKE_TIMEOUT
+    while True:
+        tcp = sock = socket.create_connection(address, _CONNECT_TIMEOUT)
+        answered = context is not None  # without TLS, a listener at once sends its random bytes
+        try:
+            if context is not None:
+                tcp, sock = encrypt(sock, context, deadline=deadline, server_hostname=address[0])
+            listener, connector = _read(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
+            answered = True
+            sock.sendall(connector + _proof(key, b"connector", listener, connector))
+            proof = _read(sock, _PROOF_BYTES, deadline)
+            if proof == _REFUSAL:
+                raise PermissionError("the process at the other end has another key; compare the key files")
+            if not hmac.compare_digest(proof, _proof(key, b"listener", listener, connector)):
+                raise ConnectionError("the process at the other end does not know the key")
+            connection = Connection(tcp, sock)
+            connection.send(MESSAGE, json.dumps(hello).encode())
+            return connection
+        except OSError as error:
+            sock.close()
+            closed = isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError)
+            if not (closed and answered) or time.monotonic() >= deadline:
+                raise
+        time.sleep(_REDIAL_INTERVAL)
 
-    def proof(role: bytes) -> bytes:
-        return hmac.digest(key, role + listener + connector, "sha256")
 
-    def check(received: bytes, role: bytes) -> None:
-        if not hmac.compare_digest(received, proof(role)):
-            raise ConnectionError("the process at the other end does not know the key")
+def _proof(key: bytes, role: bytes, listener: bytes, connector: bytes) -> bytes:
+    """Returns the proof of one end that it has the key.
 
-    if connects:
-        listener, connector = _read(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(connector + proof(b"connector"))
-        check(_read(sock, _PROOF_BYTES, deadline), b"listener")
-    else:
-        listener = secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(listener)  # does not block: the buffer is empty
-        answer = _read(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
-        connector = answer[:_NONCE_BYTES]
-        check(answer[_NONCE_BYTES:], b"connector")
-        sock.sendall(proof(b"listener"))
+    It depends on random bytes of both ends and on the role, so it can't be replayed or reflected. The
+    listener sends its proof only after it has checked the connector's.
+    """
+    return hmac.digest(key, role + listener + connector, "sha256")
 
 
 def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
@@ -322,11 +428,33 @@ def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))  # 0 would make it non-blocking
         part = sock.recv(count - len(received))
         if not part:
-            raise ConnectionError(
+            raise ConnectionResetError(
                 "the process at the other end closed the connection: compare keys, and whether both use TLS"
             )
         received += part
     return received
+
+
+def _read_hello(sock: socket.socket) -> tuple[str, int, int | None, str]:
+    """Returns a host's description, as for `Host`; raises `HostLostError` if it has other versions."""
+    deadline = time.monotonic() + _HANDSHAKE_TIMEOUT
+    _, length = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
+    if length > _MAX_HELLO:
+        raise ValueError(f"it has {length} bytes")
+    hello = json.loads(_read(sock, length, deadline))
+    for name, version in versions().items():
+        if hello[name] != version:
+            raise HostLostError(
+                f"has {name} {hello[name]}, but the pool's process has {version}; install the same version"
+            )
+    node, cores, max_envs, token = (hello[name] for name in ("node", "cores", "max_envs", "token"))
+    for text in (node, token):
+        if not (isinstance(text, str) and text.isprintable()):
+            raise TypeError(f"not a printable string: {text!r:.100}")
+    check_count("cores", cores, 1)
+    if max_envs is not None:
+        check_count("max_envs", max_envs, 1)
+    return node, cores, max_envs, token
 
 
 def versions() -> dict[str, str]:
