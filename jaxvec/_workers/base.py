@@ -56,6 +56,11 @@ class Process(ABC):
         return ""
 
     @property
+    def missing(self) -> str:
+        """Reason why there is no process yet, with a remedy; empty if there is one or it will start soon."""
+        return ""
+
+    @property
     def ahead(self) -> int:
         """Nanoseconds by which the worker's monotonic clock is ahead of this process's clock."""
         return 0

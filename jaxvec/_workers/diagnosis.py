@@ -82,8 +82,8 @@ class Diagnosis:
         return WorkerDiedError(text, worker=worker, env_ids=env_ids, exitcode=exitcode)
 
     def late_start_error(self, worker: int, timeout: float | None) -> EnvTimeoutError:
-        name, place = self.name(worker), self.processes[worker].place
-        where = place and f": it is {place}"
+        name, process = self.name(worker), self.processes[worker]
+        where = f": {why}" if (why := process.missing or (process.place and f"it is {process.place}")) else ""
         return EnvTimeoutError(
             f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}"
             + self._describe_built([worker])
@@ -96,6 +96,14 @@ class Diagnosis:
     ) -> EnvTimeoutError:
         """Returns the error of an operation that `workers` delay, as for `Supervisor.time_out`."""
         env_ids = tuple(slot for worker in workers for slot in range(*self._slices[worker]))
+        field = _TIMEOUT_FIELDS.get(limits.name, "step")
+        if field == "start" and (missing := [each for each in workers if self.processes[each].missing]):
+            env_ids = tuple(slot for worker in missing for slot in range(*self._slices[worker]))
+            return EnvTimeoutError(
+                f"the workers of {name_envs(env_ids)} did not start within {limits.timeout} s "
+                f"(Timeouts.start): {self.processes[missing[0]].missing}",
+                env_ids=env_ids,
+            )
         activity = f"No reply from the workers of {name_envs(env_ids)}"
         running = {}
         if unfinished is not None:
@@ -112,7 +120,7 @@ class Diagnosis:
             places = [f"worker {each} {it}" for each in workers if (it := self.processes[each].place)]
             activity += f" ({', '.join(places)} has not answered)" if places else ""
         activity += self._describe_built(workers)
-        advice = f"Raise Timeouts({_TIMEOUT_FIELDS.get(limits.name, 'step')}=...)"
+        advice = f"Raise Timeouts({field}=...)"
         if limits.name == "constructor":
             advice += ", which limits the start of each env"
             if len(self._slices) < self._slices[-1][1]:

@@ -50,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         return _fail(error, 2)
     node = f"{platform.node()} (process {os.getpid()})"
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         serve_pool(address, key, node=node, max_envs=options.envs, wait=options.wait, context=context)
     except HostLostError as error:
         return _fail(f"this host {error}", 1)
-    except (OSError, EOFError) as error:
+    except OSError as error:
         return _fail(error, 1)
     return 0
 

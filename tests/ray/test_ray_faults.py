@@ -332,7 +332,7 @@ def test_what_no_node_has_is_refused_at_once(make_on_ray):
 
 
 def test_actors_that_find_no_room_time_out(make_on_ray):
-    needs = "constructor timed out after 2 s. .* no node yet, as Ray has not started .* needs {'CPU': 1}"
+    needs = r"did not start within 2 s \(Timeouts.start\): Ray has not started .* needs {'CPU': 1}"
     with pytest.raises(jaxvec.EnvTimeoutError, match=needs):
         make_on_ray(CountingEnv, 6, num_workers=6, start_timeout=2)
 

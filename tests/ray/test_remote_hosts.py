@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import socket
 import ssl
@@ -263,8 +264,16 @@ def test_output_of_envs_is_in_the_log_of_their_host(make_remote, hosts):
     envs.reset(seed=0)
     envs.step([0, 0])
     envs.close()
-    logs = sorted(each.communicate(timeout=PATIENCE)[1] for each in hosts.processes)
-    assert ["worker 0 (env 0): hello" in logs[0], "worker 1 (env 1): hello" in logs[1]] == [True, True]
+    logs = [each.communicate(timeout=PATIENCE)[1] for each in hosts.processes]
+    found = [[f"worker {worker} (env {worker}): hello" in log for worker in range(2)] for log in logs]
+    assert sorted(found) == [[False, True], [True, False]]
+
+
+def test_a_host_logs_what_it_does(make_remote, hosts):
+    make_remote(CountingEnv, NUM_ENVS).close()
+    logs = [each.communicate(timeout=PATIENCE)[1] for each in hosts.processes]
+    steps = r"(?s)connecting to 127.*connected to 127.*; waiting .*serving envs (.*?)\n.*the pool has closed"
+    assert sorted(re.search(steps, log)[1] for log in logs) == ["0 to 1", "2 to 4"]
 
 
 def test_hosts_and_their_workers_end_with_the_pool(make_remote, hosts):
@@ -299,6 +308,7 @@ def test_a_host_that_loses_its_pool_fails_and_can_be_restarted(hosts):
         pool.kill()
         pool.communicate(timeout=PATIENCE)
     assert host.wait(PATIENCE) == 1
+    assert b": the connection to " + address.encode() + b" was lost: " in host.stderr.read()
     wait_until(lambda: not any(worker.is_running() for worker in workers))
 
 
@@ -331,14 +341,30 @@ def test_a_host_does_not_import_jax(tmp_path, hosts):
 def test_too_few_hosts_time_out(hosts):
     hosts.start()
     hosts.remote._listener.wait(1, PATIENCE)
-    with pytest.raises(TimeoutError, match=r"1 of 2 worker hosts have dialled in to 127.*jaxvec worker"):
+    with pytest.raises(TimeoutError, match=r"1 of 2 worker hosts have dialled in to 127.*--key-file FILE"):
         jaxvec.make(CountingEnv, 4, backend=hosts.remote, timeouts=jaxvec.Timeouts(start=0.2))
 
 
 def test_a_pool_that_no_host_dials_in_to_times_out(hosts):
-    said = r"constructor timed out .* on no host yet, as none with room for 2 envs has dialled in to 127"
+    said = (
+        r"envs 0 to 3 did not start within 0.2 s \(Timeouts.start\): no worker host with room for 2 envs "
+        r"has dialled in to 127.*; start: jaxvec worker --connect 127.*--key-file FILE"
+    )
     with pytest.raises(jaxvec.EnvTimeoutError, match=said):
         jaxvec.make(CountingEnv, 4, num_workers=2, backend=hosts.remote, timeouts=jaxvec.Timeouts(start=0.2))
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+def test_the_advice_has_an_address_for_other_machines(listen):
+    if listen == "[::]:0" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with jaxvec.Remote(listen=listen, key=KEY) as remote:
+        with pytest.raises(TimeoutError) as caught:
+            jaxvec.make(CountingEnv, 2, backend=remote, timeouts=jaxvec.Timeouts(start=0.1))
+        name, port = re.search(r"--connect \[?(.*?)\]?:(\d+) --key-file FILE", str(caught.value)).groups()
+        assert name not in ("0.0.0.0", "::")
+        assert port == remote.address.rpartition(":")[2]
+        socket.create_connection((name, int(port))).close()
 
 
 def test_a_host_with_another_key_is_refused(hosts, tmp_path):

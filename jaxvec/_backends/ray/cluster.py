@@ -166,13 +166,14 @@ class _RayHost(HostSource):
     needs: dict[str, float]  # resources of the actor
     actor: Any = None
     serving: Any = None  # pending call of `serve`, which fails if the actor is lost
-    place: str = "no node yet"
+    node: str = ""
+    missing: str = ""
 
     def start(self, check: Callable[[], None]) -> Host:
         listener, token = self.launcher.listener, secrets.token_hex()
         try:
             self._start_actor(check)
-            self.serving = self.actor.serve.remote(listener.address, self.launcher.key, self.place, token)
+            self.serving = self.actor.serve.remote(listener.address, self.launcher.key, self.node, token)
             while (host := listener.take(lambda host: host.token == token, CHECK_INTERVAL)) is None:
                 self._check(check)
                 if failure := self._failure(timeout=0):
@@ -217,9 +218,12 @@ class _RayHost(HostSource):
                 # Retried, since until Ray notices the death, it reports "unavailable" and lists no dead node.
                 reference = self.actor.identify.options(max_task_retries=-1).remote()
                 while not self.ray.wait([reference], timeout=_PLACE_CHECK_INTERVAL)[0]:
-                    self.place = f"no node yet, as Ray has not started its actor, which needs {self.needs},"
+                    self.missing = (
+                        f"Ray has not started their actor; it needs {self.needs}, "
+                        f"available: {self.ray.available_resources()}"
+                    )
                     self._check(check)
-                self.place = self.ray.get(reference)
+                self.node, self.missing = self.ray.get(reference), ""
                 return
             except self.ray.exceptions.RayActorError:
                 self._check(check)

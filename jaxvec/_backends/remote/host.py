@@ -8,6 +8,7 @@ layout, but is sparse: only the rows of the host's own workers take memory. `ser
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import pickle
 import queue
@@ -312,6 +313,8 @@ _DIAL_INTERVAL = 1.0  # seconds between attempts to reach the pool
 
 _clock = time.monotonic_ns
 
+_logger = logging.getLogger("jaxvec")
+
 
 def serve_pool(
     address: tuple[str, int],
@@ -334,10 +337,13 @@ def serve_pool(
 
     Raises:
         HostLostError: The pool needs other versions.
-        OSError, EOFError: The pool can't be reached, or lacks the key, or the connection was lost.
+        OSError: The pool can't be reached, or lacks the key, or the connection was lost.
     """
     hello = {"node": node, "cores": usable_cores(), "max_envs": max_envs, "token": token, **wire.versions()}
     deadline = time.monotonic() + wait
+    place = f"{address[0]}:{address[1]}"
+    _logger.info("connecting to %s", place)
+    reported = False
     while True:
         try:
             connection = wire.dial(address, key, hello, context)
@@ -347,20 +353,29 @@ def serve_pool(
             if not missing and error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH):
                 raise
             if time_left(deadline) <= 0:
-                host, port = address
-                raise ConnectionError(f"no pool can be reached at {host}:{port}: {error}") from error
+                raise ConnectionError(f"no pool can be reached at {place}: {error}") from error
+            if not reported:
+                _logger.info("no pool can be reached yet: %s; tries go on for %g s", error, wait)
+                reported = True
             time.sleep(_DIAL_INTERVAL)
+    _logger.info("connected to %s; waiting until a pool needs this host", place)
     try:
         while True:
             name, args = pickle.loads(connection.receive()[1].data)
             if name == "reject":
                 raise wire.HostLostError(args[0])
             if name == "close":
+                _logger.info("the pool's process needs this host no more")
                 return
             if name == "init":
                 break
             connection.send(wire.MESSAGE, dumps(_clock()))
+        _, slices, _ = args
+        _logger.info("serving envs %d to %d", slices[0][0], slices[-1][1] - 1)
         serve(WorkerHost(*args), connection)
+        _logger.info("the pool has closed")
+    except (EOFError, OSError) as error:
+        raise ConnectionError(f"the connection to {place} was lost: {error}") from error
     finally:
         connection.close()
 

@@ -86,7 +86,11 @@ class RemoteWorker(Process, ParentChannel):
 
     @property
     def place(self) -> str:
-        return f"on {self._link.node}"
+        return self._link.node and f"on {self._link.node}"
+
+    @property
+    def missing(self) -> str:
+        return self._link.missing
 
     @property
     def ahead(self) -> int:
@@ -102,7 +106,7 @@ class RemoteWorker(Process, ParentChannel):
     def ending(self) -> tuple[int | None, str]:
         # The pool may read the end of file before `mark_ended` has set the event.
         self._has_ended.wait(timeout=1)
-        return self._end.exitcode, f"{self.place} {self._end.ending}"
+        return self._end.exitcode, f"{self.place} {self._end.ending}".lstrip()
 
     # --- ParentChannel -----------------------------------------------------------------------------
 
@@ -283,10 +287,11 @@ class HostSource(ABC):
     """The provider of the host of some workers.
 
     Attributes:
-        place: Description of the place of the host until it has dialled in.
+        node: Name of the host's machine, if it is known before the host has dialled in.
+        missing: Reason why no host has dialled in yet, with a remedy; empty if one will soon.
     """
 
-    place = "no host yet"
+    node = missing = ""
 
     @abstractmethod
     def start(self, check: Callable[[], None]) -> wire.Host:
@@ -339,8 +344,13 @@ class HostLink:
 
     @property
     def node(self) -> str:
-        """Description of the host's machine, or of the reason why there is none yet."""
-        return self._node or self._source.place
+        """Name of the host's machine; empty until it is known."""
+        return self._node or self._source.node
+
+    @property
+    def missing(self) -> str:
+        """Reason why no host has dialled in yet, with a remedy."""
+        return "" if self._node else self._source.missing
 
     # --- Called by the supervisor and the launcher, from any thread --------------------------------
 

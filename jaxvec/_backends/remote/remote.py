@@ -5,11 +5,13 @@ Remote -- makes --> HostLauncher -- one per host --> HostLink (link.py) <-- `jax
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import socket
 import ssl
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from jaxvec._backends.remote.backend import HostsBackend
 from jaxvec._backends.remote.link import CHECK_INTERVAL, HostLauncher, HostSource
@@ -27,6 +29,21 @@ def parse_address(text: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"an address has the form HOST:PORT, not {text!r}")
     return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _outer_name(host: str) -> str:
+    """Returns the host of an address that other machines can use, if `host` means all of this machine's."""
+    if not ipaddress.ip_address(host).is_unspecified:
+        return host
+    family, outside = (socket.AF_INET6, "2001:db8::1") if ":" in host else (socket.AF_INET, "192.0.2.1")
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((outside, 9))  # sends nothing, but chooses a route
+        return sock.getsockname()[0]
+    return socket.gethostname()
 
 
 def check_key(key: bytes) -> bytes:
@@ -84,9 +101,14 @@ class Remote(AbstractContextManager["Remote"], HostsBackend):
         self._hosts = hosts
         self._listener = Listener(*parse_address(listen), check_key(key), ssl_context)
         host, port = self._listener.address
-        self.address: str = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address: str = join_address(host, port)
         self.close: Callable[[], object] = weakref.finalize(self, self._listener.close)
-        _logger.info("waiting for worker hosts at %s", self.address)
+        self._advice = f"jaxvec worker --connect {join_address(_outer_name(host), port)} --key-file FILE"
+        if ssl_context is not None:
+            self._advice += " --tls-ca FILE"
+        if ipaddress.ip_address(host).is_loopback:
+            self._advice += f" (only on this machine, as it listens at {host})"
+        _logger.info("waiting for worker hosts at %s; start: %s", self.address, self._advice)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -97,7 +119,7 @@ class Remote(AbstractContextManager["Remote"], HostsBackend):
         if len(waiting) < self._hosts:
             raise TimeoutError(
                 f"{len(waiting)} of {self._hosts} worker hosts have dialled in to {self.address} within "
-                f"Timeouts.start, {timeout} s; start: jaxvec worker --connect {self.address}"
+                f"Timeouts.start, {timeout} s; start others: {self._advice}"
             )
         return min(num_instances, self._hosts * min(host.cores for host in waiting))
 
@@ -107,17 +129,22 @@ class Remote(AbstractContextManager["Remote"], HostsBackend):
         groups = [range(*group) for group in split_evenly(len(slices), self._hosts)]
         # Of the largest group: a host must not take a small one, and leave one that is too large for others.
         num_envs = max(slices[group[-1]][1] - slices[group[0]][0] for group in groups)
-        return HostLauncher(groups, slices, config, lambda *_: _DialledHost(self, self._listener, num_envs))
+        return HostLauncher(
+            groups, slices, config, lambda *_: _DialledHost(self, self._listener, num_envs, self._advice)
+        )
 
 
 class _DialledHost(HostSource):
     """A host that dials in by itself."""
 
-    def __init__(self, remote: Remote, listener: Listener, num_envs: int) -> None:
+    def __init__(self, remote: Remote, listener: Listener, num_envs: int, advice: str) -> None:
         self._remote = remote  # which listens at least as long as the pool lives
         self._listener = listener
         self._num_envs = num_envs
-        self.place = f"no host yet, as none with room for {num_envs} envs has dialled in to {remote.address},"
+        self.missing = (
+            f"no worker host with room for {num_envs} envs has dialled in to {remote.address}; "
+            f"start: {advice}"
+        )
 
     def start(self, check: Callable[[], None]) -> Host:
         while (host := self._listener.take(self._has_room, CHECK_INTERVAL)) is None:
