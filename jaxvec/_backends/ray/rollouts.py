@@ -92,6 +92,7 @@ class RemoteError(NamedTuple):
     message: str
     traceback: str
     pickled: bytes | None
+    pool_restarts: int = 0  # during the rollout that failed
 
 
 class RolloutActor:
@@ -156,9 +157,10 @@ class RolloutActor:
         except Exception as error:
             try:
                 self._envs.raise_if_failed()
-                results.append(_pack_error(error))
+                failure = _pack_error(error)
             except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
-                results.append(_pack_error(typed))
+                failure = _pack_error(typed)
+            results.append(failure._replace(pool_restarts=self._count_new(self._envs)[1]))
         return results
 
     def _rollout(self, envs: VectorEnv, index: int) -> PackedRollout:
@@ -168,9 +170,13 @@ class RolloutActor:
         )
         structure, leaves = pack(trajectory)
         snapshot = self._snapshot()
-        before, self._total = self._total, pool_of(envs).stats(processes=False).total
-        counts = self._total.steps - before.steps, self._total.restarts - before.restarts
+        counts = self._count_new(envs)
         return PackedRollout(structure, leaves, *counts, self._number, index, self._version, snapshot)
+
+    def _count_new(self, envs: VectorEnv) -> tuple[int, int]:
+        """Returns the numbers of env steps and of restarts since the last call."""
+        before, self._total = self._total, pool_of(envs).stats(processes=False).total
+        return self._total.steps - before.steps, self._total.restarts - before.restarts
 
     def _snapshot(self) -> bytes | None:
         """Returns the states of the envs and the argument of the next rollout, if they are to be saved."""
@@ -434,12 +440,12 @@ class ActorGroup:
     def _on_rollouts(self, place: _Place, results: list[PackedRollout | RemoteError]) -> None:
         place.deadline, now = float("inf"), time.monotonic()
         for result in results:
+            place.pool_restarts += result.pool_restarts
             if isinstance(result, RemoteError):
                 self._on_error(place, result, f"in rollout {place.index}")
                 return
             place.finished = now
             place.rollouts += 1
-            place.pool_restarts += result.pool_restarts
             self.finished.put(result)
             place.snapshot = result.snapshot
             place.index += 1
@@ -475,7 +481,9 @@ class ActorGroup:
             return
         why = f"was not ready within Timeouts.start, {self.start_timeout} s"
         if place.pending == "identify":
-            if self._may_wait(place):
+            # The call of `Rollouts` has an end; later, a lack of resources is no fault.
+            if self._enough_started.is_set() and not self._placement.loss():
+                self._wait_for_resources(place)
                 return
             needs, free = self.backend.of_actor(), self.ray.available_resources()
             why += f": Ray has not started it; it needs {needs}, available: {free}"
@@ -514,19 +522,15 @@ class ActorGroup:
             return
         self._start(place)
 
-    def _may_wait(self, place: _Place) -> bool:
-        """Extends the time of a place without resources; returns False if too few other actors work."""
-        working = sum(not (each.waits or each.given_up) for each in self._places if each is not place)
-        if working < self.num_actors[0]:
-            return False
+    def _wait_for_resources(self, place: _Place) -> None:
+        place.deadline = _deadline(self.start_timeout)
         if not place.waits:
             place.waits = True
             _logger.warning(
                 "the cluster has had no free resources for actor %d for %s s; it waits, and %d others work",
-                *(place.number, self.start_timeout, working),
+                *(place.number, self.start_timeout),
+                sum(not (each.waits or each.given_up) for each in self._places),
             )
-        place.deadline = _deadline(self.start_timeout)
-        return True
 
     def _check_connected(self) -> None:
         # After a shutdown, most calls of Ray would start another cluster.
@@ -695,8 +699,8 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         env: Env id or constructor, as for `jaxvec.make`.
         num_envs: Number of envs of each actor.
         num_actors: Least and most number of actors, as `(2, 16)`; `16` means `(1, 16)`. The call waits until
-            the least number has started, and `get` raises if fewer can work. The others start as soon as the
-            cluster has free resources.
+            the least number has started, and `get` raises if faults leave fewer. The others start as soon as
+            the cluster has free resources, and so do replacements of lost actors.
         params: First weights, version 0; a pytree of arrays.
         seed: Seed of the envs and keys.
         backend: `"ray"`, or a `jaxvec.Ray`. An actor holds `resources_per_worker` times
