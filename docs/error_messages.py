@@ -16,7 +16,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "jaxvec"
 _HEAD = """# Error messages
 
 Search this page for a message that you have seen. Words in braces stand for values. The page
-[Errors](errors.md) explains the classes, and whether the pool stays usable after an error.
+[Errors](../errors.md) explains the classes, and whether the pool stays usable after an error.
 """
 
 
@@ -86,7 +86,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the page to the site; mkdocs calls this function."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, "error_messages.md", content=page()))
+    files.append(File.generated(config, "developers/error_messages.md", content=page()))
     return files
 
 

@@ -3,7 +3,7 @@
 - "Benchmarks" is `benchmarks/README.md`; "Changelog" is `CHANGELOG.md` with the entries of `changelog.d/`.
 - Each notebook of `notebooks/` is a page. Its outputs are in `notebook_outputs.json`, which
   `python docs/site_pages.py` writes: it runs the notebooks.
-- `llms.txt` lists the pages with their first sentences, and `llms-full.txt` contains their text.
+- `llms.txt` lists the pages with their first sentences, and `llms-full.txt` has the text of those for users.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,12 @@ ROOT = DOCS.parent
 NOTEBOOKS = ROOT / "notebooks"
 OUTPUTS = DOCS / "notebook_outputs.json"
 _MAX_OUTPUT = 60  # lines
-_INDEX = """# Notebooks
-
-After this page you can choose a notebook. Each is shown with its outputs, and is a file in the folder
-`notebooks` of the repository. Its first cell installs jaxvec from a clone or a wheel, in Colab, too.
-"""
+_BOOSTS = {"developers": 0.5, "notebooks": 0.5, "porting": 0.25, "programs": 0.1}  # of the search, by folder
 
 
 def benchmarks_page() -> str:
     """Returns the page "Benchmarks", with links as they are on the site."""
-    return (ROOT / "benchmarks/README.md").read_text().replace("](../docs/", "](")
+    return (ROOT / "benchmarks/README.md").read_text().replace("](../docs/", "](../")
 
 
 def changelog_page() -> str:
@@ -71,7 +68,6 @@ def notebook_pages() -> dict[str, str | bytes]:
     """Returns the pages of the notebooks, and their pictures, by path on the site."""
     outputs = json.loads(OUTPUTS.read_text())
     pages: dict[str, str | bytes] = {}
-    titles: list[str] = []
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         parts: list[str] = []
         for cell in cells_of(path):
@@ -86,10 +82,7 @@ def notebook_pages() -> dict[str, str | bytes]:
                     parts.append(f"![Output of the cell]({name})")
                 else:
                     parts.append(f"```text\n{output}\n```")
-        text = "\n\n".join(parts)
-        pages[f"notebooks/{path.stem}.md"] = text + "\n"
-        titles.append(f"- [{text.partition(chr(10))[0].lstrip('# ')}]({path.stem}.md)")
-    pages["notebooks/index.md"] = f"{_INDEX}\n" + "\n".join(titles) + "\n"
+        pages[f"notebooks/{path.stem}.md"] = "\n\n".join(parts) + "\n"
     return pages
 
 
@@ -141,24 +134,29 @@ def _smaller(picture: str) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def pages() -> dict[str, str | bytes]:
+    """Returns all pages and pictures that this hook adds, by path on the site."""
+    return {
+        "developers/benchmarks.md": benchmarks_page(),
+        "developers/results.svg": (ROOT / "benchmarks/results.svg").read_bytes(),
+        "developers/changelog.md": changelog_page(),
+        **notebook_pages(),
+    }
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages; mkdocs calls this function."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, "benchmarks.md", content=benchmarks_page()))
-    files.append(File.generated(config, "results.svg", abs_src_path=str(ROOT / "benchmarks/results.svg")))
-    files.append(File.generated(config, "changelog.md", content=changelog_page()))
-    for path, content in notebook_pages().items():
+    for path, content in pages().items():
         files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Makes the search prefer pages of the navigation; mkdocs calls this function."""
-    if page.parent is None and not page.is_homepage:
-        # The page "Example programs" comes before those of single programs.
-        boost = 0.1 if page.file.src_uri.startswith("programs/") else 0.5
-        page.meta.setdefault("search", {}).setdefault("boost", boost)
+    """Makes the search prefer pages for users, and overviews; mkdocs calls this function."""
+    boost = _BOOSTS.get(page.file.src_uri.partition("/")[0], 1.0)
+    page.meta.setdefault("search", {}).setdefault("boost", boost)
     return markdown
 
 
@@ -178,6 +176,16 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     return content
 
 
+def _paths(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """Yields the paths of a section of the navigation, and of the sections in it."""
+    for entry in entries:
+        for value in entry.values():
+            if isinstance(value, str):
+                yield value
+            else:
+                yield from _paths(value)
+
+
 def on_post_build(config: Any) -> None:
     """Writes `llms.txt` and `llms-full.txt`; mkdocs calls this function."""
     site = Path(config.site_dir)
@@ -185,19 +193,16 @@ def on_post_build(config: Any) -> None:
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
     ordered: list[str] = []
     for section in config.nav:
-        for head, pages in section.items():
+        for head, entries in section.items():
             lines += [f"## {head}", ""]
-            for path in (path for page in pages for path in page.values()):
+            for path in _paths(entries):
                 title, url, sentence, _ = _texts[path]
                 lines.append(f"- [{title}]({base}{url}): {sentence.removeprefix('After this page ')}")
                 ordered.append(path)
             lines.append("")
-    lines += ["## Optional", ""]
-    for path in sorted(_texts.keys() - {*ordered}):
-        title, url, *_ = _texts[path]
-        lines.append(f"- [{title}]({base}{url})")
     (site / "llms.txt").write_text("\n".join(lines) + "\n")
-    (site / "llms-full.txt").write_text("\n\n".join(_texts[path][3].strip() for path in ordered) + "\n")
+    main = [path for path in ordered if path.partition("/")[0] not in _BOOSTS]
+    (site / "llms-full.txt").write_text("\n\n".join(_texts[path][3].strip() for path in main) + "\n")
 
 
 if __name__ == "__main__":

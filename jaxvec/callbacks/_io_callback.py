@@ -1,8 +1,9 @@
 """The `io_callback` transport: unordered calls into Python, on every platform.
 
 The program joins its operands to one array, and splits the array of results (`_packing.py`). On the host, C++
-makes the call, as for FFI (`call_packed`), so an ordinary step runs little Python. docs/design.md has the
-costs. Callbacks use NumPy only, because calling jax inside a callback can deadlock.
+makes the call, as for FFI (`call_packed`), so an ordinary step runs little Python.
+docs/developers/design.md has the costs. Callbacks use NumPy only, because calling jax inside a
+callback can deadlock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door for backends: one written as `docs/design.md` describes, with its own workers."""
+"""The door for backends: one written as `docs/developers/design.md` describes, with its own workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doors for extensions: one written as `docs/design.md` describes, with an array and a request."""
+"""The doors for extensions: one as `docs/developers/design.md` describes, with an array and a request."""
 
 from __future__ import annotations
 
