@@ -53,7 +53,7 @@ FOUND = {  # words: the page that is among the first three results
     "multi-agent": "how-to/env_libraries/",
     "normalize": "api/modules/",
     "old gym": "how-to/workers/",
-    "planning": "how-to/planning/",
+    "planning": "how-to/env_states/",
     "ppo": "programs/",
     "preemption": "how-to/checkpoints/",
     "ray": "how-to/ray/",
