@@ -173,7 +173,20 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     sentence = " ".join((first[0] if first else "").split())
     sentence = re.split(r"(?<=[.:]) (?=[A-Z*`\[])", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence))[0]
     _texts[page.file.src_uri] = page.title, page.file.url, sentence, markdown
-    return content
+    return _TOPIC.sub(_fold, content)
+
+
+# A section of arguments with its own title, as `Args: Workers`. The titles of others end with a colon.
+_TOPIC = re.compile(
+    r'<p><span class="doc-section-title">([^<:]+)</span></p>\s*(<ul>.*?\n    </ul>)', re.DOTALL
+)
+
+
+def _fold(topic: re.Match[str]) -> str:
+    """Folds the arguments of a topic below a line with their names."""
+    title, arguments = topic.groups()
+    names = ", ".join(re.findall(r"<b>(<code>[^<]*</code>)</b>", arguments))
+    return f"<details><summary><b>{title}</b>: {names}</summary>{arguments}</details>"
 
 
 def _paths(entries: list[dict[str, Any]]) -> Iterator[str]:

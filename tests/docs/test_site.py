@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import jaxvec
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -173,6 +176,14 @@ def test_llms_txt_lists_the_pages_and_llms_full_has_their_text(site):
     for page in ("tutorial", "how-to/faults"):
         assert (ROOT / f"docs/{page}.md").read_text().strip() in text
     assert "\nmake and its options\n" in text
+
+
+def test_the_options_of_make_are_folded_by_topic(site):
+    page = (site / "api/make/index.html").read_text()
+    summaries = re.findall(r"<summary><b>(.+?)</b>: (.+?)</summary>", page)
+    assert [title for title, _ in summaries][:3] == ["Envs", "Episodes", "Workers"]
+    options = {name for _, names in summaries for name in re.findall(r"<code>\**(\w+)</code>", names)}
+    assert options == {*inspect.signature(jaxvec.make).parameters}
 
 
 @pytest.mark.parametrize("path", sorted(site_pages.NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
