@@ -1,4 +1,4 @@
-"""The exceptions of jaxvec, grouped by their effect on the pool. `docs/errors.md` has examples."""
+"""The exceptions of jaxvec, grouped by their effect on the pool. `docs/errors.md` explains them."""
 
 from __future__ import annotations
 

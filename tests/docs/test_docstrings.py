@@ -30,7 +30,7 @@ NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np":
 
 # These classes' methods have an example each; elsewhere that of the class shows them, or they are our own.
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
-NO_EXAMPLE = {f"jaxvec.{name}": "docs/errors.md has them" for name in _errors.__all__}
+NO_EXAMPLE = {f"jaxvec.{name}": "docs/developers/error_examples.md has them" for name in _errors.__all__}
 NOT_RUN = {
     "jaxvec.Ray": "needs a cluster",
     "jaxvec.Rollout": "needs a cluster; tests/ray/test_rollouts.py makes rollouts",
