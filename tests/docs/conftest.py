@@ -1,7 +1,14 @@
-"""Fixtures for tests of the example programs."""
+"""Fixtures for tests of the example programs and of the site."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import gymnasium
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -16,3 +23,20 @@ def register():
     yield gymnasium.register
     for env_id in set(gymnasium.registry) - before:
         del gymnasium.registry[env_id]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """Returns the folder of the site, built with warnings as errors."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e . --group docs")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder

@@ -1,9 +1,10 @@
 """The examples of the README and of docs/ run, and print what the pages say.
 
 The blocks of a page are one program, run from top to bottom: a reader who types along has the same names.
-`print(...)  # text` says what is printed, with … for what differs from run to run. Two comments, which
-readers don't see, go before a block: `<!-- needs: ale-py -->` makes it part of another program of the page,
-that of all blocks with the same needs, and `<!-- not run: why -->` leaves it out.
+`print(...)  # text` says what is printed, with … for what differs from run to run. The comment of a long line
+is below it. Two comments, which readers don't see, go before a block: `<!-- needs: ale-py -->` makes it part
+of another program of the page, that of all blocks with the same needs, and `<!-- not run: why -->` leaves it
+out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 
 _BLOCK = re.compile(r"^(?:<!-- (needs|not run): (.+?) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_SAID = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
+_SAID = re.compile(r"^ *print\(.*\)(?:  |\n *)# (.*)$", re.MULTILINE)
 
 
 def _programs() -> Iterator[Any]:

@@ -9,9 +9,7 @@ import html
 import importlib.util
 import inspect
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -79,21 +77,6 @@ FOUND = {  # words: the page that is among the first three results
     "wandb": "api/modules/",
     "windows": "install/",
 }
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 def navigation():
