@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options, options_on_host
-from jaxvec._dispatch.engine import EngineConfig, MoveResult, PendingEnvs, Status, select_whole
+from jaxvec._dispatch.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status, select_whole
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
@@ -83,17 +83,17 @@ class Pool:
         must be reset before its first step and, without autoreset, after each episode.
         """
         self.spec = spec
-        self.workers = workers
+        self.workers: WorkerGroup = workers
         self._in_order = in_order
         self._timeouts = timeouts
         self.id: int = next(_ids)  # in the handles and states of this pool
         own = itertools.chain.from_iterable(extension.arrays(spec) for extension in extensions)
         layout = make_layout(spec, len(slices), extended=own)
         arrays = workers.attach(layout, spec)
-        self.pending_envs = PendingEnvs(spec.num_envs, spec.batch_size, together)
+        self.pending_envs: PendingEnvs = PendingEnvs(spec.num_envs, spec.batch_size, together)
         self.all: NDArray[np.int_] = self.pending_envs.all  # ids of all envs
         self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # cache of `move_all`
-        self.views = Views(spec, arrays, self.pending_envs.rows)
+        self.views: Views = Views(spec, arrays, self.pending_envs.rows)
         self._segment = whole_segment(arrays, layout)
         self._pinning_tried = False
         self._options: Options = None  # the reset options that the workers hold
@@ -102,7 +102,7 @@ class Pool:
             self.pending_envs.needs_reset[:] = False
         ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         views, step_timeout = self.views, timeouts.step
-        self.engine = workers.open_engine(
+        self.engine: Engine = workers.open_engine(
             EngineConfig(
                 self.id, self.pending_envs, views, workers.send, in_order, ends_need_reset, step_timeout
             )
