@@ -46,27 +46,42 @@ _TRACED = (
     "VectorEnv.{name} got a traced array: this method runs in Python, once, while JAX traces the program, "
     "and needs numbers. {advice}"
 )
+_TRACING = (
+    "VectorEnv.{name} was called while JAX traces a program. It would run now, once, and not when the "
+    "program runs. {advice}"
+)
+_NUM_CHECKED = 10  # calls of a pool that look for a program: a check of each would cost a step 1 µs
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _on_host(method: _Method) -> _Method:
     """Makes an error of a method leave out jaxvec's own frames, and explains traced arguments."""
     name = method.__name__
+    inside = _IN_PROGRAMS.get(name)
+    advice = "Call it outside jit" if inside is None else f"Inside jit, write: {inside}"
 
     @wraps(method)
     def call(self: VectorEnv, *args: Any, **kwargs: Any) -> Any:
+        if self._unchecked and inside is not None:
+            self._unchecked -= 1
+            if _in_program() and not _is_traced((args, kwargs)):
+                raise TypeError(_TRACING.format(name=name, advice=advice))
         try:
             return method(self, *args, **kwargs)
         except (JaxvecError, TypeError, ValueError) as error:
             if _is_traced((args, kwargs)):
-                inside = _IN_PROGRAMS.get(name)
-                advice = "Call it outside jit" if inside is None else f"Inside jit, write: {inside}"
                 raise TypeError(_TRACED.format(name=name, advice=advice)) from None
             if isinstance(error, JaxvecError):
                 error.with_traceback(None)
             raise
 
     return cast("_Method", call)
+
+
+def _in_program() -> bool:
+    """Returns True while JAX traces a program, without an import of JAX."""
+    primitive: Any = sys.modules.get("jaxvec.callbacks._primitive")
+    return primitive is not None and primitive.in_program()
 
 
 def _is_traced(values: Any) -> bool:
@@ -122,6 +137,7 @@ class VectorEnv:
         self._placed = None if place is None else placed(place)
         self._deliver = self._placed or copies
         self._slices = slices
+        self._unchecked = _NUM_CHECKED
         self.spec: PoolSpec = pool.spec
         self.num_envs: int = pool.spec.num_envs
         self.batch_size: int = pool.spec.batch_size

@@ -452,6 +452,19 @@ def test_a_method_in_a_program_names_the_function(make, name, transform):
     assert envs.step(np.zeros(2, int)).obs[:, 2].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "call", [lambda envs: envs.step(np.zeros(2, int)).reward, lambda envs: envs.reset().reward]
+)
+def test_a_method_with_constants_in_a_program_names_the_function(make, call):
+    envs = make(CountingEnv, 2, num_workers=1)
+    envs.reset(seed=0)
+    with pytest.raises(
+        TypeError, match=r"would run now, once, and not when the program runs\. Inside jit, write"
+    ):
+        jax.jit(lambda x: x + call(envs))(jnp.zeros(2))
+    assert envs.step(np.zeros(2, int)).obs[:, 2].tolist() == [1, 1]
+
+
 def test_make_in_a_program_says_to_make_it_outside(make):
     def program(x):
         envs = jaxvec.make(CountingEnv, 1, num_workers=1)
