@@ -271,12 +271,16 @@ def replay(
     """Repeats a step of a comparison in this process, as `Comparison.replay` writes it.
 
     Args:
-        port, original, set_state, policy, select_state: Arguments of `compare_port`.
+        port: The port, as for `compare_port`.
+        original: The original, as for `compare_port`.
+        set_state: As for `compare_port`.
+        policy: As for `compare_port`.
         key: Key of the episode.
         step: Number of the step in its episode, from 1.
         state: The port's state before the step, as a dict from path to array. `None` plays the episode from
             its reset.
         action: Action of the step, if there is a state.
+        select_state: As for `compare_port`.
 
     Returns:
         The results of the port and of the original, as dicts from path to array.
