@@ -39,8 +39,8 @@ def changelog_page() -> str:
     head, mark, releases = (
         (ROOT / "CHANGELOG.md").read_text().partition("<!-- towncrier release notes start -->")
     )
-    lines = [head.replace("What the next release is going to have is in the folder `changelog.d/`.\n\n", "")]
-    lines += ["## The next release", ""]
+    lines = [head.replace("Changes since the last release are in the folder `changelog.d/`.\n\n", "")]
+    next_release: list[str] = []
     for kind, title in (
         ("added", "Added"),
         ("changed", "Changed"),
@@ -49,7 +49,9 @@ def changelog_page() -> str:
     ):
         entries = [path.read_text().strip() for path in sorted((ROOT / "changelog.d").glob(f"*.{kind}.md"))]
         if entries:
-            lines += [f"### {title}", "", *(f"- {entry}" for entry in entries), ""]
+            next_release += [f"### {title}", "", *(f"- {entry}" for entry in entries), ""]
+    if next_release:
+        lines += ["## The next release", "", *next_release]
     return "\n".join(lines) + mark + releases
 
 
