@@ -66,10 +66,10 @@ def stage(function: Callable[..., None] | None = None, **options: Any) -> Any:
 
 
 def wheel(session: nox.Session) -> Path:
-    """Returns the wheel, which the first session that needs it builds with the default Python."""
+    """Returns the wheel, which the first session that needs it builds from the source distribution."""
     folder = session.cache_dir / f"wheel-{os.getpid()}"
     if not folder.exists():
-        command = ["uv", "build", "--quiet", "--wheel", "--python", DEFAULT_PYTHON, "--out-dir", str(folder)]
+        command = ["uv", "build", "--quiet", "--python", DEFAULT_PYTHON, "--out-dir", str(folder)]
         session.run(*command, str(ROOT), external=True)
     return next(folder.glob("*.whl"))
 
