@@ -155,7 +155,7 @@ def pickle_given(
     """Pickles a value of the user, or raises the error that `refuse` makes of the cause."""
     try:
         pickled = dump(value)
-    except MemoryError:
+    except (MemoryError, OSError):  # also of the memory for large arrays
         raise
     except Exception as error:
         raise refuse(error) from error
