@@ -11,7 +11,7 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -47,20 +47,23 @@ def dumps_for_worker(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def dumps_with_main(value: Any, is_large: Callable[[pickle.PickleBuffer], bool] = lambda _: False) -> bytes:
+MIN_LARGE = 1 << 20  # bytes of a large buffer
+
+
+def dumps_with_main(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
     """Pickles a value with which a worker starts. `pickle.loads` also fills the worker's `__main__`.
 
-    The pickle lacks the buffers for which `is_large` returns True; `pickle.loads` needs them, in this order.
+    With a list `large`, it appends the buffers of large arrays to that. The pickle then lacks them, and
+    `pickle.loads` needs them in this order.
     """
     main = sys.modules["__main__"]
     in_hints: set[str] = set()
-    large: list[pickle.PickleBuffer] = []
 
     def keeps(buffer: pickle.PickleBuffer) -> bool:
-        if is_large(buffer):
-            large.append(buffer)
-            return False
-        return True
+        if large is None or buffer.raw().nbytes < MIN_LARGE:
+            return True
+        large.append(buffer)
+        return False
 
     pickled = _dump(value, main, in_hints, keeps)
     hints: dict[str, bytes] = {}
@@ -72,7 +75,7 @@ def dumps_with_main(value: Any, is_large: Callable[[pickle.PickleBuffer], bool] 
                 hints[name] = b""
     attributes = {name: vars(main).get(name) for name in ("__name__", "__doc__", "__package__")}
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    loader = _Loader(attributes, spec and spec.name, file, _has_guard(file), hints, pickled, large)
+    loader = _Loader(attributes, spec and spec.name, file, _has_guard(file), hints, pickled, large or ())
     return pickle.dumps(loader, 5, buffer_callback=lambda _: False)
 
 

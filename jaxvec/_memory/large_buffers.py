@@ -17,7 +17,11 @@ import numpy as np
 
 from jaxvec._memory.segment import align, create_memory
 
-MIN_BYTES = 1 << 20  # smaller buffers stay in the pickle
+
+def identify(buffer: PickleBuffer) -> tuple[int, int]:
+    """Returns the address and the size in bytes of a buffer, which tell it from all others that exist."""
+    raw = buffer.raw()
+    return np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes
 
 
 class Place(NamedTuple):
@@ -37,14 +41,13 @@ class LargeBuffers:
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
-        self._places: dict[tuple[int, int], Place] = {}  # by address and size
+        self._places: dict[tuple[int, int], Place] = {}  # by `identify`
         self._buffers: list[memoryview] = []  # kept, so that no other buffer gets one of these addresses
         self._end = 0
 
     def add(self, buffer: PickleBuffer) -> Place:
         """Returns the place of a buffer, which is written to the memory unless it is there."""
-        raw = buffer.raw()
-        key = np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes
+        raw, key = buffer.raw(), identify(buffer)
         place = self._places.get(key)
         if place is None:
             if not self.descriptors:

@@ -23,7 +23,7 @@ from jaxvec._envs import constructors
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import ExportedSlots, SlotSettings
-from jaxvec._memory.large_buffers import MIN_BYTES, LargeBuffers, Place
+from jaxvec._memory.large_buffers import LargeBuffers, Place
 from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
 from jaxvec._script import dumps_for_worker, dumps_with_main
@@ -155,7 +155,7 @@ def pickle_given(
     """Pickles a value of the user, or raises the error that `refuse` makes of the cause."""
     try:
         pickled = dump(value)
-    except (MemoryError, OSError):  # also of the memory for large arrays
+    except MemoryError:
         raise
     except Exception as error:
         raise refuse(error) from error
@@ -174,43 +174,36 @@ def make_setup(
     config = recipe.config
     init, python = config.workers.init, config.workers.python
     sys_path, own_path = foreign.path_for(python)
-    large: list[Place] = []
-
-    def is_large(buffer: PickleBuffer) -> bool:
+    pickled_init = init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)")
+    large: list[PickleBuffer] = []
+    env_fns = _pickle(
+        (list(recipe.env_fns_of(worker)), config.states),
+        f"the constructor of env {first}",
+        ', or use backend="serial"',
         # Another interpreter may have a NumPy that can't read pickles without buffers.
-        if buffers is None or python is not None or buffer.raw().nbytes < MIN_BYTES:
-            return False
-        large.append(buffers.add(buffer))
-        return True
-
+        large if buffers is not None and python is None else None,
+    )
     return Setup(
         sys_path=sys_path,
         own_path=own_path,
         python_path=(os.environ if python is None else config.workers.env).get("PYTHONPATH"),
         worker=worker,
         first=first,
-        init=init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)"),
-        env_fns=_pickle(
-            (list(recipe.env_fns_of(worker)), config.states),
-            f"the constructor of env {first}",
-            ', or use backend="serial"',
-            is_large,
-        ),
-        large=large,
+        init=pickled_init,
+        env_fns=env_fns,
+        large=[buffers.add(each) for each in large] if buffers is not None else [],
         config=config.for_workers(),
         equal_spaces=recipe.equal_spaces,
         learn_info=learn_info and first == 0,
     )
 
 
-def _pickle(
-    function: Any, name: str, otherwise: str = "", is_large: Callable[[PickleBuffer], bool] = lambda _: False
-) -> bytes:
+def _pickle(function: Any, name: str, otherwise: str = "", large: list[PickleBuffer] | None = None) -> bytes:
     return pickle_given(
         function,
         lambda error: TypeError(
             f"{name} can't be pickled, so it can't be sent to a worker: {error}; create the objects that it "
             f"needs inside it{otherwise}"
         ),
-        partial(dumps_with_main, is_large=is_large),
+        partial(dumps_with_main, large=large),
     )

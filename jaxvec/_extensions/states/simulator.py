@@ -16,8 +16,9 @@ from jaxvec import _stats
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
 from jaxvec._extensions.states.slot_states import SlotState
-from jaxvec._memory.large_buffers import MIN_BYTES
+from jaxvec._memory.large_buffers import identify
 from jaxvec._memory.segment import Arrays, Rows, index_of, make_layout, private_segment
+from jaxvec._script import MIN_LARGE
 from jaxvec._spec import PoolSpec
 from jaxvec._util import Pickler
 
@@ -144,10 +145,10 @@ def _kind(place: int, env_fn: EnvFn) -> Hashable:
     buffer, places = io.BytesIO(), list[tuple[int, int]]()
 
     def is_small(array: PickleBuffer) -> bool:
-        raw = array.raw()
-        if raw.nbytes >= MIN_BYTES:
-            places.append((np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes))
-        return raw.nbytes < MIN_BYTES
+        if array.raw().nbytes < MIN_LARGE:
+            return True
+        places.append(identify(array))
+        return False
 
     try:
         Pickler(buffer, 5, buffer_callback=is_small).dump(env_fn)
