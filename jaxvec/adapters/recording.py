@@ -123,19 +123,22 @@ class _File:
     def __init__(self, directory: Path, name: str, env_fn: bytes) -> None:
         self.position: tuple[str, int] | None = None
         self._directory, self._name, self._env_fn = directory, name, env_fn
-        self._path, self._out = directory, cast("io.FileIO | None", None)
-        self._pid = os.getpid()  # a forked copy of the env must not write
+        self._path, self._file = directory, cast("io.FileIO | None", None)
+        self._pid = os.getpid()
+
+    @property
+    def _out(self) -> io.FileIO | None:
+        """The open file, unless there is none; a forked copy of the env must not write, and has none."""
+        return self._file if os.getpid() == self._pid else None
 
     def begin(self, start: tuple[Any, ...]) -> tuple[str, int]:
         """Starts the record of an episode, in place of the last one; returns the position."""
         self.position = secrets.token_hex(8), 0
         if os.getpid() == self._pid:
             try:
-                if self._out is None:
-                    self._open()
-                assert self._out is not None
-                self._out.seek(0)
-                self._out.truncate()
+                file = self._file = self._file or self._open()
+                file.seek(0)
+                file.truncate()
             except OSError as error:
                 self._give_up(error)
         self._write(self._env_fn + pickle.dumps(start))
@@ -163,34 +166,34 @@ class _File:
         return result
 
     def remove(self) -> None:
-        if self._out is not None and os.getpid() == self._pid:
-            self._out.close()
+        if (out := self._out) is not None:
+            out.close()
             self._path.unlink(missing_ok=True)
-            self._out = None
+            self._file = None
 
-    def _open(self) -> None:
+    def _open(self) -> io.FileIO:
         self._directory.mkdir(parents=True, exist_ok=True)
         if sum(1 for _ in self._directory.iterdir()) >= _MAX_FILES:
             raise OSError(f"{self._directory} has {_MAX_FILES} files already")
         name = f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}-{self._pid}-{next(_numbers)}"
         self._path = self._directory / f"{name}{RUNNING}"
-        self._out = self._path.open("xb", buffering=0)
+        return self._path.open("xb", buffering=0)
 
     def _keep(self, cause: str) -> str:
         """Ends the record with a fault. Returns a sentence with its path; "" if there is none."""
         self._write(pickle.dumps(Fault(cause)))
-        self.position, out = None, self._out
-        if out is None or os.getpid() != self._pid:
+        self.position = None
+        if (out := self._out) is None:
             return ""
-        self._out = None
+        self._file = None
         out.close()
         return f"Make the episode again by: jaxvec replay {self._path.rename(self._path.with_suffix(RECORD))}"
 
     def _write(self, entry: bytes) -> None:
-        if self._out is None or os.getpid() != self._pid:
+        if (out := self._out) is None:
             return
         try:
-            if self._out.write(entry) != len(entry):
+            if out.write(entry) != len(entry):
                 raise OSError("the disk is full")
         except OSError as error:
             self._give_up(error)
@@ -200,7 +203,7 @@ class _File:
         _logger.warning("no record of %s in %s: %s", self._name, self._directory, error)
         with suppress(OSError):
             self.remove()
-        self._out = None
+        self._file = None
 
 
 def _generator_of(env: gymnasium.Env[Any, Any]) -> Any:
@@ -235,7 +238,7 @@ def _inspect(value: Any, checksum: int = 0) -> tuple[int, bool]:
 
 
 class Record(NamedTuple):
-    """What a file contains."""
+    """A record as it was read from its file."""
 
     env_fn: Callable[[], Any]
     seed: int | None
@@ -293,7 +296,7 @@ def replay(path: str, report: Callable[[str], None], *, debug: bool) -> bool:
     report(f"{last} steps. Recorded: {cause}")
     if record.generator is None and record.seed is None:
         report("The state of the env's generator is unknown, so the episode may differ.")
-    env, raised = record.env_fn(), " in " in cause and record.in_call
+    env, raised = record.env_fn(), bool(record.cause) and record.in_call
     if record.generator is not None:
         bits = getattr(np.random, record.generator["bit_generator"])()
         bits.state = record.generator
