@@ -96,7 +96,8 @@ class RecordFaults(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         file = _files[self]
-        if file.position != self._position:  # the env was restored to a saved state
+        # No episode is recorded before the first reset, and after the restore of a saved state.
+        if file.position is None or file.position != self._position:
             return self.env.step(action)
         self._position = file.add(action)
         return file.record("step", partial(self.env.step, action))

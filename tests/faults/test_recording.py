@@ -260,6 +260,13 @@ def test_closed_envs_leave_no_files(make, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_step_before_the_first_reset_is_the_envs_own_error(tmp_path):
+    env = RecordFaults("CartPole-v1", tmp_path)
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        env.step(0)
+    env.close()
+
+
 def test_make_says_what_replaces_its_option():
     with pytest.raises(TypeError, match=r"record_faults.*RecordFaults\(make_env, folder\)"):
         jaxvec.make(CountingEnv, 2, record_faults="faults")
