@@ -24,7 +24,7 @@ import numpy as np
 import jaxvec
 from jaxvec._settings import config
 from jaxvec._util import usable_cores
-from jaxvec._vector_env import VectorEnv
+from jaxvec._vector_env import VectorEnv, pool_of
 
 ROUNDS = 5
 _System: TypeAlias = Callable[[float], float]  # measures for some seconds, and returns env steps per second
@@ -279,17 +279,22 @@ def _host_and_scan(envs: VectorEnv, length: int, patience: float = 1.0) -> tuple
 
         return jax.lax.scan(step, handle, jnp.arange(length))[0]
 
+    def episodes_ended() -> bool:
+        return pool_of(envs).stats(processes=False).total.episodes >= envs.num_envs
+
     def rate(calls: Iterator[Any], num_steps: int, seconds: float) -> float:
         # The envs go on with their episodes from one measurement to the next, so resets count as often as
         # they are.
-        steps, began, elapsed = 0, time.perf_counter(), 0.0
-        limit = seconds if envs.stats().total.episodes >= envs.num_envs else patience * seconds
+        steps, began, elapsed, due = 0, time.perf_counter(), 0.0, seconds
+        limit = seconds if episodes_ended() else patience * seconds
         while not steps or elapsed < limit:
             next(calls)
             steps += num_steps
             elapsed = time.perf_counter() - began
-            if seconds <= elapsed < limit and envs.stats().total.episodes >= envs.num_envs:
-                break
+            if due <= elapsed < limit:
+                if episodes_ended():
+                    break
+                due = elapsed + seconds / 10  # not in each step, whose time it would add to
         return steps * envs.num_envs / elapsed
 
     def host(seconds: float) -> float:
