@@ -61,7 +61,7 @@ def _on_host(method: _Method) -> _Method:
     advice = "Call it outside jit" if inside is None else f"Inside jit, write: {inside}"
 
     @wraps(method)
-    def call(self: VectorEnv, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._unchecked and inside is not None:
             self._unchecked -= 1
             if _in_program() and not _is_traced((args, kwargs)):
