@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from jaxvec._util import INTERRUPTED, leave
+
 
 def main() -> None:
     """Runs the command line of `jaxvec.cli`, and exits."""
@@ -19,12 +21,10 @@ def main() -> None:
 
         code: int = run()
         sys.stdout.flush()
-        if code == 130:
-            raise KeyboardInterrupt
+        if code == INTERRUPTED:
+            leave()
         sys.exit(code)
     except KeyboardInterrupt:
-        from jaxvec._util import leave
-
         leave()  # XLA may still compile
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
         # Python flushes stdout at exit, which would raise again.

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from jaxvec._envs.constructors import find_spec
 from jaxvec._errors import EnvStateError
 from jaxvec._spec import TimeStep
-from jaxvec._util import Interrupted, import_optional, leave
+from jaxvec._util import INTERRUPTED, Interrupted, import_optional, leave
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._functions import reset, restore, step
 from jaxvec.callbacks._handle import Handle
@@ -905,7 +905,7 @@ def training(
     if extra:
         print(text if run.stopped else f"{text}\nresults are in {folder}")
     if run.stopped:
-        raise SystemExit(130)
+        raise SystemExit(INTERRUPTED)
 
 
 def _default_name(program: str, config: Options) -> str:

@@ -40,7 +40,7 @@ from jaxvec._memory import pinned, segment
 from jaxvec._memory.segment import split_evenly
 from jaxvec._native import NativeUnavailableError, native_dispatch
 from jaxvec._settings import Transport
-from jaxvec._util import affinity, can_bind, usable_cores
+from jaxvec._util import INTERRUPTED, affinity, can_bind, usable_cores
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, fork, lifeline, process, stacks
 from jaxvec.adapters import recording
@@ -48,7 +48,7 @@ from jaxvec.callbacks import _ffi, _make
 from jaxvec.cli import UsageError, _bench, _in_workers, _top
 from jaxvec.spaces import pad
 
-FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+FINE, FAILED, USAGE = 0, 1, 2
 
 EXIT_CODES = """\
 exit codes:
@@ -726,8 +726,7 @@ _REPLAY = Command(
     summary="make an episode that ended in a fault again, in this process",
     details="""\
 The exit code is 0 if the env repeats the fault, and 1 if it does not. jaxvec.adapters.recording.RecordFaults
-makes the records. A record is a pickle, which can run any
-code: replay only records that you trust.
+makes the records. A record is a pickle, which can run any code: replay only records that you trust.
 
 --json prints {"schema": "jaxvec.replay/1", "file": TEXT, "repeated": BOOL, "report": [TEXT]}.""",
     add_arguments=_add_replay_arguments,
