@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -130,7 +130,7 @@ class SliceStates(SliceExtension):
             self._simulate(before.tolist(), after, actions, int(self._oldest[0]), rows, after % len(rows[0]))
             self._numbers[index] = 0
 
-    def _evicting(self) -> Any:
+    def _evicting(self) -> AbstractContextManager[None]:
         return self._table.evicting(int(self._oldest[0]))
 
     # --- Requests ---------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class SliceStates(SliceExtension):
             self._table.add(numbers, self._receive(slots, packed, "import"))
 
     def compare(self, slots: Sequence[int], packed: Sequence[bytes]) -> None:
-        """Prepares for `restore_states` from these bytes, and leaves the envs unchanged.
+        """Prepares for `restore` from these bytes, and leaves the envs unchanged.
 
         Raises:
             EnvFailure: As for `import_states`.

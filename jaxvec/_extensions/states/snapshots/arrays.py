@@ -246,7 +246,7 @@ BUFFERS = (bytearray, array.array, CData)
 
 
 def _is_constant(value: Any) -> bool:
-    """Returns whether nobody can write to an array: its memory is mapped to be read."""
+    """Returns whether an array can't change, because its memory is mapped to be read."""
     owner = owner_of(value)
     if type(owner) is np.memmap:
         return owner.mode == "r"
