@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.experimental.multihost_utils import process_allgather
 from numpy.typing import NDArray
 
 from jaxvec._envs.constructors import find_spec
@@ -50,6 +51,7 @@ _PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax", "
 _CHECKPOINTS = "checkpoints"
 _TIMES = {"env_steps", "seconds", "steps_per_second"}  # columns of `Run` itself
 _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
+_PLAYING = "['playing']"  # start of the names of leaves that each process has for itself
 _CONTINUE, _SAVE, _STOP = range(3)  # what a compiled loop does after an update
 
 
@@ -258,6 +260,9 @@ class Run:
     It writes `config.json` at once, a line of `metrics.csv` per `log`, progress on stderr, and `curve.png` at
     the end, if `episode_return` was logged and matplotlib is installed. `write` adds the program's own files.
 
+    In a program of several processes (`jax.distributed`), each has a run of the same folder. Only the first
+    writes files and shows progress. All of them read, so a resumed run needs a folder that all machines see.
+
     Attributes:
         folder: Path of the folder.
         env_steps: Env steps so far, as of the latest `log`.
@@ -310,7 +315,8 @@ class Run:
         self.folder: Path = Path(folder)
         self.loggers: list[Any] = [*loggers]
         self._csv = self.folder / "metrics.csv"
-        self._total, self._progress = total_steps, progress
+        self._writes = jax.process_index() == 0
+        self._total, self._progress = total_steps, progress and self._writes
         self._rows: list[dict[str, Any]] = []
         self._saved: Any = None  # by the run to resume or evaluate
         self._evaluate = evaluate
@@ -320,10 +326,11 @@ class Run:
             self._rows = self._read_metrics(int(self._saved["env_steps"]))
         elif self._csv.exists():
             raise FileExistsError(f"{folder} contains a run; choose another name, or resume it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
         if self._saved is None:
             record = {"config": dict(config or {}), "versions": _versions()}
-            (self.folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+            self.write("config.json", f"{json.dumps(record, indent=2, default=str)}\n".encode())
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         if resume:
             self._rewrite()
@@ -371,7 +378,7 @@ class Run:
         self._columns += new
         if new or again:
             self._rewrite()
-        else:
+        elif self._writes:
             with self._csv.open("a", newline="") as file:
                 csv.DictWriter(file, self._columns).writerow(row)
         for logger in self.loggers:
@@ -421,8 +428,9 @@ class Run:
         """Within the block, Ctrl-C and SIGTERM make `stopping` return True, and print a line at once.
 
         The same signal again ends the process at once, with exit code 130. So does the first one before the
-        first `log`, while the program compiles: then nothing is lost. Use it in the main thread, around a
-        program that checks `stopping`.
+        first `log`, while the program compiles: then nothing is lost. One of several processes does not leave
+        then, as the others may be further. Use it in the main thread, around a program that checks
+        `stopping`.
         """
         # Python calls handlers in the main thread, which waits for the compiled program. A thread receives
         # the signal at once, through the wakeup fd.
@@ -450,7 +458,7 @@ class Run:
             if number not in (signal.SIGINT, signal.SIGTERM):
                 continue
             newline = "\n" if sys.stderr.isatty() else ""
-            if number in seen or self._first is None:
+            if number in seen or (self._first is None and jax.process_count() == 1):
                 # A normal exit would wait for the compiler or the program. Workers end with this process.
                 sys.stderr.write(f"{newline}interrupted\n")
                 leave()
@@ -477,6 +485,8 @@ class Run:
 
     def write(self, name: str, data: bytes) -> None:
         """Replaces a file of the folder, in one step: if the program is killed, the old file stays."""
+        if not self._writes:
+            return
         temporary = self.folder / f".{name}"
         temporary.write_bytes(data)
         temporary.replace(self.folder / name)
@@ -486,7 +496,7 @@ class Run:
         """Yields Orbax's module and its `CheckpointManager`, which keeps the newest checkpoint."""
         # The import takes 0.8 s, so it is here.
         ocp: Any = import_optional("orbax.checkpoint", "jaxvec.logging.Run", "orbax-checkpoint")
-        # Each process has its own run, so it does not wait for the others.
+        # One process writes, and each reads when it likes, so none waits for the others.
         here = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
         options: Any = {"max_to_keep": 1, "enable_async_checkpointing": False, "create": False}
@@ -508,10 +518,12 @@ class Run:
     ) -> None:
         """Writes a checkpoint by Orbax, from which `Run(folder, resume=True)` continues.
 
-        It replaces the last one in one step: if the program is killed, the old one stays.
+        It replaces the last one in one step: if the program is killed, the old one stays. If there are
+        several processes, all of them call it after the same update.
 
         Args:
             learned: Pytree of arrays with the state of training: parameters, optimizer state, statistics.
+                It is equal in all processes.
             playing: Pytree with the state of the running episodes: the handle, observations, memories.
             envs: The envs, made with `states` of at least `num_envs`, to save their states, too. Without
                 them, or if the states cannot be saved, a resumed run starts new episodes.
@@ -522,9 +534,26 @@ class Run:
         if envs is not None:
             with suppress(EnvStateError):  # an env has a state that cannot be saved
                 packed = envs.pack_states()
-        leaves, _ = _leaves_by_name(learned, playing if packed.size else None)
-        leaves = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Handle)}
-        state = {"env_steps": np.int64(self.env_steps), "envs": packed, "leaves": leaves}
+        sizes = process_allgather(np.int32(packed.size)).reshape(-1)
+        padded = process_allgather(np.pad(packed, (0, int(sizes.max()) - packed.size)))
+        leaves, _ = _leaves_by_name(learned, playing if sizes.all() else None)
+        leaves = {
+            name: process_allgather(leaf) if name.startswith(_PLAYING) else leaf
+            for name, leaf in leaves.items()
+            if not isinstance(leaf, Handle)
+        }
+        if self._writes:
+            self._write_checkpoint(sizes, padded, leaves, params)
+        self._saved_at = time.perf_counter()
+
+    def _write_checkpoint(self, sizes: Any, padded: Any, leaves: dict[str, Any], params: Any) -> None:
+        """Writes what all processes have; `padded` has the packed envs of each, uint8 `[num, longest]`."""
+        state = {
+            "env_steps": np.int64(self.env_steps),
+            "envs": np.concatenate([row[:size] for row, size in zip(padded, sizes, strict=True)]),
+            "env_sizes": sizes,  # bytes of `envs` of each process
+            "leaves": leaves,
+        }
         items = {"state": state} | ({} if params is None else {"params": params})
         # Orbax refuses arrays of size 0.
         arrays = jax.tree.map(lambda leaf: np.asarray(leaf) if np.size(leaf) else None, items)
@@ -533,7 +562,6 @@ class Run:
             saved = {name: ocp.args.StandardSave(item) for name, item in arrays.items()}
             # The manager deletes the old checkpoint after the new one is complete and has its name.
             manager.save((manager.latest_step() or 0) + 1, args=ocp.args.Composite(**saved))
-        self._saved_at = time.perf_counter()
 
     def load(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> tuple[Any, Any]:
         """Returns `learned` and `playing` of the last `save`, if the run is resumed; else the arguments.
@@ -550,14 +578,22 @@ class Run:
         """
         if self._saved is None:
             return learned, playing
-        packed = self._saved["envs"]
-        same = packed is not None and envs is not None and not self._evaluate
+        sizes, process = self._saved["env_sizes"], jax.process_index()
+        same = bool(sizes.all()) and envs is not None and not self._evaluate
+        if same and len(sizes) != jax.process_count():
+            raise ValueError(
+                f"{self.folder} was written by {len(sizes)} processes, and there are {jax.process_count()}; "
+                "resume it with as many"
+            )
         leaves, structure = _leaves_by_name(learned, playing if same else None)
         for name, leaf in leaves.items():
             if envs is not None and isinstance(leaf, Handle):
+                packed = np.split(self._saved["envs"], np.cumsum(sizes)[:-1])[process]
                 leaves[name], _ = restore(leaf, envs.unpack_states(packed))
                 continue
             found = self._saved["leaves"].get(name)
+            if found is not None and name.startswith(_PLAYING):
+                found = found[process]
             if leaf.size and (found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype)):
                 raise ValueError(
                     f"the checkpoint of {self.folder} has no {name} of shape {leaf.shape} and dtype "
@@ -757,7 +793,7 @@ class Run:
             end = getattr(logger, "finish", None) or getattr(logger, "close", None)
             if end is not None:
                 end()
-        if "episode_return" not in self._columns or self._evaluate:
+        if "episode_return" not in self._columns or self._evaluate or not self._writes:
             return
         try:
             from matplotlib.figure import Figure  # slow to import, so after the training
@@ -831,7 +867,6 @@ def training(
     argv: Sequence[str] | None = None,
     *,
     program: str,
-    quiet: bool = False,
 ) -> Generator[tuple[OptionsT, Run]]:
     """Reads the options of a training program by `tyro`, and opens its run in the folder `runs`.
 
@@ -843,8 +878,6 @@ def training(
         options: `Options`, or a subclass with further options. Its docstring is the description of `--help`.
         argv: Words of the command line; by default those of this process.
         program: Name of the program, for the default name of the folder.
-        quiet: Whether to print no progress and no score, and to use no other logger, such as in all but one
-            of several processes.
 
     Raises:
         SystemExit: Options are wrong, or a signal ended the run.
@@ -876,14 +909,14 @@ def training(
         config: OptionsT = tyro.cli(options, prog=Path(sys.argv[0]).name, args=argv, default=default)
         config.env_fn()  # raises an error if there is no such env
         folder = old or Path("runs") / (config.name or _default_name(program, config))
-        extra = not quiet and not config.evaluate
+        extra = jax.process_index() == 0 and not config.evaluate
         known = {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()
         }
         run_options: Any = {"resume": config.resume is not None, "evaluate": config.evaluate is not None}
         run_options |= {"total_steps": config.total_steps, "save_every": config.save_every}
         loggers = [_open_logger(config.logger, folder, known)] if config.logger and extra else []
-        opened = Run(folder, known, progress=not quiet, loggers=loggers, **run_options)
+        opened = Run(folder, known, loggers=loggers, **run_options)
     except (gymnasium.error.Error, OSError, TypeError, ValueError, ImportError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -13,8 +13,8 @@ at 0:
         --process-id 0
 
 With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`. The first process
-writes `runs/NAME`, with metrics of all processes. The others write `runs/NAME/process_1` and so on, with the
-states of their envs. Ctrl-C saves, and ends all processes.
+writes `runs/NAME`, with metrics and env states of all processes. To resume it, all machines need that folder.
+Ctrl-C saves, and ends all processes.
 """
 
 from __future__ import annotations
@@ -175,8 +175,7 @@ def train(config: Config, run: Run) -> None:
                 stop = stop or (config.stop_at is not None and metrics["episode_return"] >= config.stop_at)
                 if stop or due or number == config.num_updates:
                     local = jax.tree.map(lambda leaf: leaf.addressable_data(0), own)
-                    saved = None if process else {"params": jax.tree.map(np.asarray, learner[0])}
-                    run.save((np.int32(number), learner), local, envs, params=saved)
+                    run.save((np.int32(number), learner), local, envs, params={"params": learner[0]})
     if stop:
         return
     checksum = zlib.crc32(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(learner[0])))
@@ -209,8 +208,10 @@ def launch(argv: Sequence[str], num_processes: int) -> None:
             for process in range(num_processes):
                 children += [subprocess.Popen([*command, "--process-id", str(process)])]
             for code in waiters.imap_unordered(subprocess.Popen.wait, children):
-                if code and not stopped:
-                    raise SystemExit(code if code == 130 else f"a process failed with exit code {code}")
+                if code == 130:  # it has saved, and the others do so as well
+                    stopped.append(code)
+                elif code:
+                    raise SystemExit(130 if stopped else f"a process failed with exit code {code}")
         finally:
             for child in children:
                 child.kill()
@@ -228,8 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", default=f"data_parallel_{time.strftime('%Y%m%d-%H%M%S')}")
     parser.add_argument("--resume")
     args, words = parser.parse_known_args(argv)
-    folder = f"/process_{args.process_id}" if args.process_id else ""
-    words += ["--resume", args.resume + folder] if args.resume else ["--name", args.name + folder]
+    words += ["--resume", args.resume] if args.resume else ["--name", args.name]
     asks = {"-h", "--help", "--evaluate"} & {*words}
     if args.coordinator is None and not asks:
         return launch([*words, "--num-processes", str(args.num_processes)], args.num_processes)
@@ -240,9 +240,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
         # JAX has installed a handler that only records a preemption.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    quiet = args.process_id > 0
     try:
-        with training(Config, words, program="data_parallel", quiet=quiet) as (config, run):
+        with training(Config, words, program="data_parallel") as (config, run):
             train(config, run)
     except SystemExit:
         raise

@@ -135,7 +135,7 @@ def sigterm():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_all_processes_and_a_resumed_run_is_equal(name, start, tmp_path):
-    options = "--total-steps", 256_000, "--num-workers", 1, "--name"
+    options = "--total-steps", 64_000, "--num-workers", 1, "--name"
     whole, err = (process := start(*options, "whole")).communicate(timeout=200)
     assert process.returncode == 0, err
     process = start(*options, "half")
@@ -152,8 +152,7 @@ def test_a_signal_ends_all_processes_and_a_resumed_run_is_equal(name, start, tmp
     line = r"^process \d: mean return \d+\.\d here, parameters \w{8}$"
     assert len(results := sorted(re.findall(line, out, re.M))) == 2
     assert results == sorted(re.findall(line, whole, re.M))
-    for folder in ("", "process_1"):
-        assert_same_state(*(tmp_path / "runs" / run / folder for run in ("half", "whole")))
+    assert_same_state(tmp_path / "runs" / "half", tmp_path / "runs" / "whole")
 
 
 @pytest.mark.nightly
