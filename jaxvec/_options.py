@@ -44,7 +44,13 @@ def check_count(name: str, value: Any, least: int) -> None:
 
 
 class Extension(ABC):
-    """A subsystem of a pool beside the core. `PoolConfig.extensions` makes it from the user's options."""
+    """A subsystem of a pool beside the core. `PoolConfig.extensions` makes it from the user's options.
+
+    Attributes:
+        spares: Number of envs without a slot that each worker builds, and closes, for the extension.
+    """
+
+    spares: int = 0
 
     def arrays(self, spec: PoolSpec) -> Iterable[ArrayType]:
         """Returns arrays that it needs in the segment, whose memory is taken when it is touched."""
@@ -467,10 +473,14 @@ class PoolConfig:
     @property
     def extensions(self) -> Sequence[Extension]:
         """The subsystems beside the core that the options need. None is imported unless it is needed."""
-        if not self.states.max and self.workers.recycle is None:
-            return ()
-        states: Any = importlib.import_module("jaxvec._extensions.states")
-        return (states.StatesExtension(self.states),)  # it also moves envs to a new process
+        found: list[Extension] = []
+        if self.states.max or self.workers.recycle is not None:  # it also moves envs to a new process
+            states: Any = importlib.import_module("jaxvec._extensions.states")
+            found.append(states.StatesExtension(self.states))
+        if self.spare_envs:
+            spares: Any = importlib.import_module("jaxvec._extensions.spare_envs")
+            found.append(spares.SpareEnvs(self.spare_envs))
+        return found
 
     @property
     def has_fault(self) -> bool:

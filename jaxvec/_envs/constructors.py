@@ -43,7 +43,6 @@ from jaxvec._envs.envs import (
     layers_of,
 )
 from jaxvec._envs.slice import Slice
-from jaxvec._envs.slot_envs import Spares
 from jaxvec._options import PoolConfig
 from jaxvec._spec import EnvSpaces, union
 from jaxvec._util import copied, install_command
@@ -367,7 +366,7 @@ def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:
 
 
 def slice_of(
-    config: PoolConfig, envs: list[Any], env_fns: Sequence[EnvFn], spares: Spares | None = None
+    config: PoolConfig, envs: list[Any], env_fns: Sequence[EnvFn], spares: list[Any] | None = None
 ) -> Callable[..., Slice]:
     """Returns the constructor of a slice of `envs`, which takes the other arguments of its class."""
     if config.envs_per_instance is not None:

@@ -42,13 +42,13 @@ from jaxvec._envs.envs import (
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes
 from jaxvec._envs.slice import Done, Slice, SlotData, SlotSettings
-from jaxvec._envs.slot_envs import SlotEnvs, Spares
+from jaxvec._envs.slot_envs import SlotEnvs
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
 from jaxvec._options import PoolConfig
 from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
-from jaxvec._tracing import Recorder, span
+from jaxvec._tracing import Recorder
 
 _EMPTY: dict[Any, Any] = {}  # shared by states, which never change
 
@@ -69,6 +69,7 @@ class EnvSlice(Slice):
     Attributes:
         slots, rows, episodes: These three.
         env_fns: The functions that built the envs.
+        spares: The envs without a slot.
         spec, arrays, config: As for the constructor.
         running: The current slot plus 1, `[1]`; 0 while idle.
         stats: The worker's row of statistics.
@@ -84,16 +85,16 @@ class EnvSlice(Slice):
         spec: PoolSpec,
         arrays: Arrays,
         config: PoolConfig,
-        spares: Spares | None = None,
+        spares: list[Env] | None = None,
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
         moved: bool = False,
     ) -> None:
         """Creates the slice of the slots from `first`, with one env for each, which `env_fns` built.
 
-        `spares` take turns with `envs`. With `lends`, envs may write observations directly into their rows.
-        `replaces` is for a slice that replaces one of a dead process: the leaves of Python objects that the
-        program received last, `[n, ...]` each. With `moved`, `import_slots` follows.
+        `spares` are further envs, for extensions. With `lends`, envs may write observations directly into
+        their rows. `replaces` is for a slice that replaces one of a dead process: the leaves of Python
+        objects that the program received last, `[n, ...]` each. With `moved`, `import_slots` follows.
         """
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
@@ -112,10 +113,11 @@ class EnvSlice(Slice):
         self.episodes = Episodes(rows, spec.autoreset, lost=left)
         self.rows = EnvRows(spec, rows, left=left, check=config.check)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
+        self.spares = [] if spares is None else spares
         self.slots = SlotEnvs(
             envs,
             env_fns,
-            Spares() if spares is None else spares,
+            self.spares,
             first=first,
             spec=spec,
             rows=rows,
@@ -156,6 +158,7 @@ class EnvSlice(Slice):
         self._extensions = [extension.on_slice(self) for extension in config.extensions]
         for extension in self._extensions:
             self.verbs = {**self.verbs, **extension.verbs}
+            self.slots.autoreset_by = extension.autoreset or self.slots.autoreset_by
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))
         elif self._delivered is not None:
@@ -170,6 +173,8 @@ class EnvSlice(Slice):
             try:
                 options = None if self._options is None else self._options[index]
                 self.rows.write_obs(index, self._start(index, *self.slots.reset(index, options)))
+                for extension in self._extensions:
+                    extension.env_reset(index, self.slots.given_seed(index))
                 if done is not None:
                     done(slot, 1)
             except BaseException as error:
@@ -230,11 +235,10 @@ class EnvSlice(Slice):
 
     @property
     def can_prepare(self) -> bool:
-        return self.slots.spares.unready is not None
+        return any(extension.can_prepare for extension in self._extensions)
 
     def prepare(self) -> None:
-        with span(self.recorder, "reset a spare env"):
-            self.slots.prepare()
+        next(extension for extension in self._extensions if extension.can_prepare).prepare()
 
     def close(self) -> None:
         for extension in self._extensions:

@@ -40,6 +40,7 @@ _ONE_INSTANCE = (
     "Another env was built in this process before. If the simulator allows one instance per process, give "
     "each env its own process: num_workers=num_envs"
 )
+SPARE = "a spare env"  # one without a slot, for an extension
 _NO_MORE_INSTANCES = (
     "This env is a further one in its process, for {use}. A simulator that allows one instance per process "
     "works without spare_envs, and with save and restore in place of simulate"
@@ -269,6 +270,25 @@ def _check_kind(env: Any, size: int | None) -> None:
             "jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv. "
             + OLD_GYM
         )
+
+
+def build_spares(
+    spares: list[Env],
+    count: int,
+    env_fns: Sequence[EnvFn],
+    first: int,
+    envs: Sequence[Env],
+    report: Callable[[int], None],
+) -> None:
+    """Appends `count` envs to `spares`, built by the functions of the envs `first`, `first + 1`, …, in turn.
+
+    Calls `report` after each with the number of all envs, with `envs`.
+    """
+    for i in range(count):
+        which = i % len(env_fns)
+        others = [*enumerate(envs, first), *((SPARE, env) for env in spares)]
+        spares += build_env([env_fns[which]], first + which, use=SPARE, others=others)
+        report(len(envs) + len(spares))
 
 
 def close_envs(

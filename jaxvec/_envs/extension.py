@@ -21,13 +21,27 @@ class SliceExtension:
             raise `EnvFailure`.
         verbs: Functions that a dispatch calls with its slots. They do not raise: what they could not do, the
             program requests again by name.
+        autoreset: Resets the env at an index when its episode has ended, and returns the result. It may
+            replace the env before.
     """
 
     requests: Mapping[str, Callable[..., Any]] = {}
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}
+    autoreset: Callable[[int], Any] | None = None
 
     def env_built(self, index: int) -> None:
         """Notes that the env at `index` was built, now or before the slice; it was never reset."""
+
+    def env_reset(self, index: int, seed: int | None) -> None:
+        """Notes that the program has reset the env at `index`, with this seed."""
+
+    @property
+    def can_prepare(self) -> bool:
+        """True if there is work for idle time."""
+        return False
+
+    def prepare(self) -> None:
+        """Does a piece of that work."""
 
     def close(self) -> None:
         """Closes envs that the extension has built for itself."""

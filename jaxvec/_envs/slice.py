@@ -134,11 +134,11 @@ class Slice(ABC):
 
     @property
     def can_prepare(self) -> bool:
-        """True if `prepare` would reset an env."""
+        """True if `prepare` would do something."""
         return False
 
     def prepare(self) -> None:  # noqa: B027 - a default
-        """Resets a spare env in advance, in idle time."""
+        """Does a piece of work for later, in idle time."""
 
     @abstractmethod
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:

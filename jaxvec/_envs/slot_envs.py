@@ -1,4 +1,4 @@
-"""The env of each slot: how it is reset, replaced and stepped past wrappers, and the spare envs of a worker.
+"""The env of each slot: how it is reset, replaced and stepped past wrappers.
 
 `SlotEnvs` is the entry point for `EnvSlice`. An env with `set_observation_buffer` gets the memory of its row
 from it, and then writes observations where the program reads them.
@@ -7,10 +7,8 @@ from it, and then writes observations where the program reads them.
 from __future__ import annotations
 
 import reprlib
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
@@ -21,6 +19,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, derive_seeds
 from jaxvec._envs.envs import (
+    SPARE,
     Env,
     EnvFn,
     build_env,
@@ -145,82 +144,6 @@ def check_member(space: Space[Any], value: Any, path: KeyPath) -> None:
         raise InvalidValue(f"{format_path(path)}: {_outline.repr(value)}{dtype} is not in {space}; {cure}")
 
 
-# --- Spare envs, which a worker resets while it has nothing else to do -----------------------------------
-
-_SPARE = "a spare env"  # for errors
-
-
-@dataclass
-class Spare:
-    """An env that holds no slot."""
-
-    env: Env
-    seed: int | None = None  # of its next reset, like `options`
-    options: dict[str, Any] | None = None
-    result: Any = None  # of its reset in advance; `None` if it was not reset yet
-    failed: bool = False  # True if that raised; it is tried again when the env gets a slot
-
-
-class Spares:
-    """A queue of spare envs: when an episode ends, the slot gets the first, and its env becomes the last.
-
-    So the env of an episode depends only on the order in which episodes end. It does not depend on whether
-    there was time for a reset in advance.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[Spare] = deque()
-        self.used = False  # True after the first reset of an env in a slot; no seed is known earlier
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
-    @property
-    def envs(self) -> list[Env]:
-        return [spare.env for spare in self._queue]
-
-    @property
-    def named(self) -> list[tuple[str, Env]]:
-        """The envs, each with its use in words."""
-        return [(_SPARE, env) for env in self.envs]
-
-    def build(
-        self,
-        count: int,
-        env_fns: Sequence[EnvFn],
-        first: int,
-        envs: Sequence[Env],
-        report: Callable[[int], None],
-    ) -> None:
-        """Builds `count` envs with the functions of the envs `first`, `first + 1`, …, in turn.
-
-        Calls `report` after each with the number of all envs, with `envs`.
-        """
-        for i in range(count):
-            which = i % len(env_fns)
-            others = [*enumerate(envs, first), *self.named]
-            (env,) = build_env([env_fns[which]], first + which, use=_SPARE, others=others)
-            self._queue.append(Spare(env))
-            report(len(envs) + len(self._queue))
-
-    def reseed(self, seed: int) -> None:
-        """Derives a new seed for each env, and discards the results of resets in advance."""
-        for place, spare in enumerate(self._queue):
-            spare.seed, spare.result, spare.failed = derive_seeds(seed, 1, place), None, False
-
-    @property
-    def unready(self) -> Spare | None:
-        """The next env to reset in advance."""
-        if not self.used:
-            return None
-        return next((spare for spare in self._queue if spare.result is None and not spare.failed), None)
-
-    def swap(self, retired: Env, seed: int | None, options: dict[str, Any] | None) -> Spare:
-        """Appends an env, with seed and options of its next reset, and removes the first one."""
-        self._queue.append(Spare(retired, seed, options))
-        return self._queue.popleft()
-
-
 # --- Resets, replacement and states of the envs that hold the slots --------------------------------------
 
 
@@ -266,7 +189,7 @@ class SlotEnvs:
         self,
         envs: list[Env],
         env_fns: Sequence[EnvFn],
-        spares: Spares,
+        spares: list[Env],
         *,
         first: int,
         spec: PoolSpec,
@@ -285,9 +208,9 @@ class SlotEnvs:
         self._bypass = bypass
         self._first = first
         self.record(None)
-        self.spares = spares
-        self._has_spares = bool(spares)  # never changes; faster than `bool(spares)` at each end
-        self._env_fns = env_fns
+        self.autoreset_by: Callable[[int], Any] | None = None  # see `SliceExtension.autoreset`
+        self.rebuilt = rebuilt
+        self._spares, self._env_fns = spares, env_fns
         self._seeds, self._rebuilds = rows["seed",], rows["rebuilds",]
         self._last_seeds = scalars(rows["last_seed",])
         self._stats = stats
@@ -302,13 +225,8 @@ class SlotEnvs:
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of rebuilt envs
         self._kept_options: dict[int, dict[str, Any]] = {}  # for their next reset within a step
         self._options = None if spec.reset_options is None else ResetOptions(spec, rows)  # if declared
-        if not rebuilt:
-            return
-        for index in range(len(envs)):
+        for index in range(len(envs) if rebuilt else 0):
             self._note_rebuilt(index)
-        if 0 in self._new_seeds:
-            spares.reseed(self._new_seeds[0])
-        spares.used = True
 
     def record(self, recorder: Recorder | None) -> None:
         """Starts to record all steps and resets, or stops with `None`."""
@@ -327,7 +245,7 @@ class SlotEnvs:
     @property
     def named(self) -> list[tuple[str | int, Env]]:
         """The envs of this process, each with its slot, or its use in words."""
-        return [*enumerate(self.envs, self._first), *self.spares.named]
+        return [*enumerate(self.envs, self._first), *((SPARE, env) for env in self._spares)]
 
     def changed(self, index: int) -> None:
         """Notes that an env was replaced, or that user code may have changed it."""
@@ -335,37 +253,31 @@ class SlotEnvs:
 
     def reset(self, index: int, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """Resets an env with the seed in the segment, and returns observation and info."""
-        seed = None if self._seeds[index] == NO_SEED else int(self._seeds[index])
         if self._options is not None:  # the program makes this reset
             self._options.withheld.discard(index)
-        result = self._reset(index, seed, options)
-        if seed is not None and index == 0:
-            self.spares.reseed(seed)
-        self.spares.used = True
-        return result
+        return self._reset(index, self.given_seed(index), options)
+
+    def given_seed(self, index: int) -> int | None:
+        """Returns the seed in the segment, which the program gave for this reset."""
+        return None if self._seeds[index] == NO_SEED else int(self._seeds[index])
+
+    def next_seed(self, index: int) -> int | None:
+        """Returns the seed of the next reset of a rebuilt env, if that is unseeded."""
+        return self._new_seeds.get(index)
 
     def autoreset(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Resets an env after its episode, or lets a spare env take its slot."""
-        if not self._has_spares:
+        """Resets an env after its episode, or the env that takes its slot."""
+        if self.autoreset_by is None:
             return self._reset(index, None, self._kept_options.get(index))
+        return self._check(index, self.autoreset_by(index))
+
+    def replace(self, index: int, env: Env) -> tuple[Env, int | None, dict[str, Any] | None]:
+        """Puts an env into a slot. Returns the old one, with seed and options of its next reset."""
         self.set_buffer(index, lend=False)
-        spare = self.spares.swap(
-            self.envs[index], self._new_seeds.pop(index, None), self._kept_options.pop(index, None)
-        )
-        self.envs[index] = spare.env
+        retired, self.envs[index] = self.envs[index], env
         self.set_buffer(index, lend=True)
         self.changed(index)
-        if spare.result is None:
-            result = self._call(self.called[index], self._first + index, spare.seed, spare.options)
-            return self._check(index, result)
-        return self._check(index, spare.result)
-
-    def prepare(self) -> None:
-        if (spare := self.spares.unready) is not None:
-            try:
-                spare.result = self._call(spare.env, self._first, spare.seed, spare.options)
-            except BaseException:
-                spare.failed = True
+        return retired, self._new_seeds.pop(index, None), self._kept_options.pop(index, None)
 
     def rebuild(self, index: int) -> None:
         with suppress(BaseException):
@@ -463,7 +375,7 @@ class SlotEnvs:
         self.targets.reset_limits(index)
         if self._options is not None:
             options = self._options.next(index)
-        result = self._call(self.targets.envs[index], self._first + index, seed, options)
+        result = self.call_reset(self.targets.envs[index], index, seed, options)
         # After the reset: if it fails, the next try needs the same seed and options.
         self._new_seeds.pop(index, None)
         self._kept_options.pop(index, None)
@@ -471,17 +383,17 @@ class SlotEnvs:
             self._options.begin(index)
         return self._check(index, result)
 
-    def _call(self, env: Any, env_id: int, seed: int | None, options: dict[str, Any] | None = None) -> Any:
-        """Calls `reset`, and adds it and its duration to the statistics."""
+    def call_reset(self, env: Any, index: int, seed: int | None, options: dict[str, Any] | None) -> Any:
+        """Calls `reset`, and adds it and its duration to the statistics. Errors name the env at `index`."""
         started = monotonic_ns()
         try:
             result = env.reset(seed=seed, options=options)
         except TypeError as error:
-            explain_reset(error, self.envs[env_id - self._first])
+            explain_reset(error, self.envs[index])
             raise
         finally:
             if forked:
-                end_forks(env_id, "reset")
+                end_forks(self._first + index, "reset")
             self._stats[_stats.RESET_NS] += monotonic_ns() - started
         self._stats[_stats.RESETS] += 1
         return result

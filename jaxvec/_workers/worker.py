@@ -26,11 +26,10 @@ from jaxvec._dispatch.dispatch import Work, WorkerDispatch
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
-from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs, watch_forks
+from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, build_spares, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.foreign_env import to_plain
 from jaxvec._envs.slice import ExportedSlots, ImportedSlots, Slice, SlotSettings
-from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.large_buffers import map_buffers
 from jaxvec._memory.segment import Marks, attach_segment
 from jaxvec._options import Recycle, Workers
@@ -143,12 +142,13 @@ def run_worker(channel: Channel) -> None:
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
             with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
                 Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit
-            total = len(env_fns) * (size or 1) + config.spare_envs
+            num_spares = sum(extension.spares for extension in config.extensions)
+            total = len(env_fns) * (size or 1) + num_spares
 
             def report_built(count: int) -> None:
                 channel.send(pickle.dumps(Built(count, total)))  # faster than by cloudpickle
 
-            envs, spares = build_env(env_fns, setup.first, size, report=report_built), Spares()
+            envs, spares = build_env(env_fns, setup.first, size, report=report_built), list[Any]()
 
             def report_closed(env_ids: range) -> None:
                 with suppress(EOFError):  # the parent has ended
@@ -157,7 +157,7 @@ def run_worker(channel: Channel) -> None:
             exported: ExportedSlots | None = None
             try:
                 with _reporting(channel):
-                    spares.build(config.spare_envs, env_fns, setup.first, envs, report=report_built)
+                    build_spares(spares, num_spares, env_fns, setup.first, envs, report=report_built)
                     description = describe(
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )
@@ -170,7 +170,7 @@ def run_worker(channel: Channel) -> None:
                     exported = _serve(channel, make_slice, config.workers, running)
             finally:
                 try:
-                    close_envs([*envs, *spares.envs], setup.first, size, report_closed)
+                    close_envs([*envs, *spares], setup.first, size, report_closed)
                 finally:  # after `close`, since the parent then ends this process
                     if exported is not None:
                         channel.send(exported)

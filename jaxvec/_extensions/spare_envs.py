@@ -1,0 +1,101 @@
+"""Resets in advance, for `make(spare_envs=...)`: a worker resets envs without a slot in idle time.
+
+The spare envs form a queue. When an episode ends, its slot gets the first env, and its own env becomes the
+last. So the env of an episode depends only on the order in which episodes end. It does not depend on whether
+there was time for a reset in advance.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxvec._arguments import derive_seeds
+from jaxvec._envs.envs import Env
+from jaxvec._envs.extension import SliceExtension
+from jaxvec._memory.segment import Arrays
+from jaxvec._options import Extension
+from jaxvec._pool.extension import PoolExtension
+from jaxvec._tracing import span
+
+if TYPE_CHECKING:
+    from jaxvec._envs.env_slice import EnvSlice
+    from jaxvec._pool.pool import Pool
+
+
+@dataclass(frozen=True)
+class SpareEnvs(Extension):
+    """The spare envs of a pool's workers.
+
+    Attributes:
+        spares: Number of them per worker.
+    """
+
+    spares: int
+
+    def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
+        return SliceSpares(env_slice)
+
+    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
+        return PoolExtension()
+
+
+@dataclass
+class Spare:
+    """The next reset of a spare env."""
+
+    seed: int | None = None
+    options: dict[str, Any] | None = None
+    result: Any = None  # `None` if it was not made in advance
+    failed: bool = False  # True if that raised; it is tried again when the env gets a slot
+
+
+class SliceSpares(SliceExtension):
+    """The queue of a worker's spare envs."""
+
+    def __init__(self, env_slice: EnvSlice) -> None:
+        self._slice, self._slots = env_slice, env_slice.slots
+        self._envs = env_slice.spares  # in the order of the queue; the worker closes those that it has then
+        self._resets = deque(Spare() for _ in self._envs)
+        self._used = False  # True after the first reset of an env in a slot; no seed is known earlier
+        self.autoreset = self._swap
+        if self._slots.rebuilt:
+            self.env_reset(0, self._slots.next_seed(0))
+
+    def env_reset(self, index: int, seed: int | None) -> None:
+        """Derives new seeds from that of the first env, and discards the results of resets in advance."""
+        if index == 0 and seed is not None:
+            for place, spare in enumerate(self._resets):
+                spare.seed, spare.result, spare.failed = derive_seeds(seed, 1, place), None, False
+        self._used = True
+
+    def _unready(self) -> tuple[Env, Spare] | None:
+        """Returns the next env to reset in advance."""
+        pairs = zip(self._envs, self._resets, strict=True)
+        unready = (pair for pair in pairs if pair[1].result is None and not pair[1].failed)
+        return next(unready, None) if self._used else None
+
+    @property
+    def can_prepare(self) -> bool:
+        return self._unready() is not None
+
+    def prepare(self) -> None:
+        if (found := self._unready()) is None:
+            return
+        env, spare = found
+        with span(self._slice.recorder, "reset a spare env"):
+            try:
+                spare.result = self._slots.call_reset(env, 0, spare.seed, spare.options)
+            except BaseException:
+                spare.failed = True
+
+    def _swap(self, index: int) -> Any:
+        """Puts the first spare env into a slot, and returns the result of its reset."""
+        env, spare = self._envs.pop(0), self._resets.popleft()
+        retired, seed, options = self._slots.replace(index, env)
+        self._envs.append(retired)
+        self._resets.append(Spare(seed, options))
+        if spare.result is None:
+            return self._slots.call_reset(self._slots.called[index], index, spare.seed, spare.options)
+        return spare.result
