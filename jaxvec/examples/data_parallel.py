@@ -42,7 +42,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxvec
-from jaxvec.logging import Options, Run, training
+from jaxvec.logging import Options, TrainingRun, training
 
 AXIS = "processes"  # axis of the mesh, with one device per process
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # equal in all processes; split between them
@@ -142,7 +142,7 @@ def update(num_steps: int, learner: Any, own: Any, flags: jax.Array, key: jax.Ar
     return learner, own, dict(zip(means, mean, strict=True))
 
 
-def train(config: Config, run: Run) -> None:
+def train(config: Config, run: TrainingRun) -> None:
     """Trains, or continues a run, as one of the processes, and writes its folder."""
     process, mesh = jax.process_index(), Mesh(jax.devices(), AXIS)
     specs = (SAME, SPLIT, SPLIT, SAME), (SAME, SPLIT, SAME)

@@ -22,7 +22,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -228,7 +228,7 @@ class Agent:
         return None, values.argmax(-1) + self.first_action
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with training(Config, argv, program="dqn") as (config, run), run.make() as envs:
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
         params = lambda state: {"params": state.learned.params, "stats": vars(state.obs_stats)}  # noqa: E731

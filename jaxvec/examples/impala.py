@@ -32,7 +32,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -276,7 +276,7 @@ def delayed(env: Any, mean: float) -> Callable[..., gymnasium.Env[Any, Any]]:
     return lambda **options: Delayed(construct(**options))
 
 
-def train(config: Config, run: Run) -> None:
+def train(config: Config, run: TrainingRun) -> None:
     """Trains, or continues or evaluates a run, and writes its folder."""
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
@@ -307,7 +307,7 @@ def train(config: Config, run: Run) -> None:
                     run.save(learner, params=learned)
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with training(Config, argv, program="impala") as (config, run):
         train(config, run)
     return run

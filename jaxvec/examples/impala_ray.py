@@ -31,7 +31,7 @@ import numpy as np
 import jaxvec
 from jaxvec.examples import impala
 from jaxvec.examples.impala import Agent
-from jaxvec.logging import Run, training
+from jaxvec.logging import TrainingRun, training
 
 # Actors on other machines do not have these files.
 for _module in (sys.modules[__name__], impala):
@@ -65,7 +65,7 @@ class Config(impala.Config):
         return 1 if self.num_workers is None else self.num_workers
 
 
-def train(config: Config, run: Run, kill_one: Callable[[], None]) -> None:
+def train(config: Config, run: TrainingRun, kill_one: Callable[[], None]) -> None:
     """Trains, or continues a run, and writes its folder. With `--kill-one`, calls `kill_one` on the way."""
     env, arguments = config.env_fn(), config.env_arguments()
     with jaxvec.make(env, 1, backend="serial", **arguments) as envs:
@@ -134,7 +134,7 @@ def simulated(config: Config) -> Generator[Callable[[], None]]:
         cluster.shutdown()
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with (
         training(Config, argv, program="impala_ray") as (config, run),
         simulated(config) as kill,

@@ -26,7 +26,7 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -255,7 +255,7 @@ class Agent:
         return None, self.to_env(logits.argmax(-1))
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with training(Config, argv, program="ippo") as (config, run), run.make(info=INFO) as envs:
         names = envs.get_attr("possible_agents")[0]
         agent = Agent(config, names, envs.single_observation_space, envs.single_action_space)

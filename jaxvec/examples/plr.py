@@ -25,7 +25,7 @@ from flax.training.train_state import TrainState
 
 import jaxvec
 from jaxvec.examples.maze import CELLS, LEVEL, SIZE, TIME_LIMIT, perfect_mazes
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 
 Level = dict[str, jax.Array]  # leaves [...] of LEVEL
 
@@ -159,7 +159,7 @@ class State(NamedTuple):
     agents: Agent  # with a leading axis
 
 
-def train(config: Config, run: Run, envs: jaxvec.VectorEnv, test_envs: jaxvec.VectorEnv) -> None:
+def train(config: Config, run: TrainingRun, envs: jaxvec.VectorEnv, test_envs: jaxvec.VectorEnv) -> None:
     """Trains the agents, or continues or evaluates a run, and writes its folder."""
     network: Any = ActorCritic()
     num_gradients = config.num_epochs * config.num_minibatches  # of an update
@@ -304,7 +304,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, test_envs: jaxvec.Ve
     run.train(envs, begin, update, params=params, evaluate=evaluate, save_envs=False)
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with training(Config, argv, program="plr") as (config, run):
         options: Any = {
             "num_envs": 2 * config.num_seeds * config.num_envs,

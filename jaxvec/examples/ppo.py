@@ -26,7 +26,7 @@ from flax.training.train_state import TrainState
 from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -199,7 +199,7 @@ def advantages(config: Config, steps: Steps) -> jax.Array:
     return jax.lax.scan(add, jnp.zeros_like(steps.value[0]), (surprise, steps.done), reverse=True)[1]
 
 
-def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
+def train(config: Config, run: TrainingRun, envs: jaxvec.VectorEnv) -> None:
     """Trains, or continues or evaluates a run, and writes its folder."""
     obs_space, space = envs.single_observation_space, envs.single_action_space
     known = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box)
@@ -290,7 +290,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv) -> None:
     run.train(envs, begin, update, params=params, act=act, infos=config.infos)
 
 
-def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> Run:
+def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> TrainingRun:
     with training(kind, argv, program=program) as (config, run), run.make(info=config.infos) as envs:
         train(config, run, envs)
     return run

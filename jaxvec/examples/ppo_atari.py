@@ -26,7 +26,7 @@ from flax import linen as nn
 from gymnasium.wrappers import AtariPreprocessing
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def halves(config: Config) -> dict[str, Any]:
     return {"batch_size": config.num_envs // 2, "recv_order": "sent"}
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     if missing := [name for name in ("ale_py", "cv2") if importlib.util.find_spec(name) is None]:
         packages = 'pip install "ale-py>=0.11" "opencv-python-headless>=4.8"'
         raise SystemExit(f"this example needs {', '.join(missing)}: {packages}")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from jaxvec import _util
 from jaxvec.examples import ppo
-from jaxvec.logging import Run
+from jaxvec.logging import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config(ppo.Config):
     entropy_weight: float = 0.0  # weight of the entropy bonus
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     if find_spec("mujoco") is None:
         raise SystemExit(f"this example needs mujoco: {_util.install_command('mujoco')}")
     return ppo.main(argv, Config, "ppo_mujoco")

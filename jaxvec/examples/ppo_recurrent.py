@@ -21,7 +21,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -236,7 +236,7 @@ class Agent:
         return memory, logits.argmax(-1) + self.first_action
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with training(Config, argv, program="ppo_recurrent") as (config, run), run.make() as envs:
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
         params = lambda state: {"params": state.params, "stats": vars(state.obs_stats)}  # noqa: E731

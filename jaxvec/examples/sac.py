@@ -23,7 +23,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -262,7 +262,7 @@ class Agent:
         return None, self.to_env(jnp.tanh(mean))
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with training(Config, argv, program="sac") as (config, run), run.make() as envs:
         agent = Agent(config, envs.single_observation_space, envs.single_action_space)
         params = lambda state: {"params": state.learned.weights.policy, "stats": vars(state.obs_stats)}  # noqa: E731

@@ -32,7 +32,7 @@ from flax.training.train_state import TrainState
 from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, Run, training
+from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -144,7 +144,9 @@ def returns(config: Config, steps: Steps, last_value: jax.Array) -> jax.Array:
     return jax.lax.scan(add, last_value, (steps.reward, steps.done, following), reverse=True)[1]
 
 
-def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.VectorEnv, film: Any) -> None:
+def train(
+    config: Config, run: TrainingRun, envs: jaxvec.VectorEnv, eval_envs: jaxvec.VectorEnv, film: Any
+) -> None:
     """Trains, or continues or evaluates a run. `film` is the envs to film, or None."""
     obs_space, space = envs.single_observation_space, envs.single_action_space
     if not isinstance(space, spaces.Discrete):
@@ -284,7 +286,7 @@ def train(config: Config, run: Run, envs: jaxvec.VectorEnv, eval_envs: jaxvec.Ve
     run.train(envs, begin, update, params=params, evaluate=evaluate)
 
 
-def main(argv: Sequence[str] | None = None) -> Run:
+def main(argv: Sequence[str] | None = None) -> TrainingRun:
     with training(Config, argv, program="search") as (config, run):
         # The states of one search: the root and the nodes that it adds to each tree.
         num_states, once = 1 + config.num_simulations, {"autoreset_mode": "EPISODIC"}

@@ -538,7 +538,7 @@ def in_tmp_path(tmp_path, monkeypatch):
     [(0.2, "0 s"), (59, "59 s"), (90, "2 min"), (3599, "1 h 0 min"), (40_000, "11 h 7 min")],
 )
 def test_the_progress_line_shows_the_time_left(tmp_path, capsys, monkeypatch, seconds, text):
-    monkeypatch.setattr("jaxvec.logging._PRINT_INTERVAL", -np.inf)
+    monkeypatch.setattr("jaxvec.logging._run._PRINT_INTERVAL", -np.inf)
     run = Run(tmp_path, total_steps=3000)
     run._log(1000, {"episode_return": 12345.678})
     run._seconds, run._first = 10.0 + seconds, (1000, 10.0)

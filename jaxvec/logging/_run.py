@@ -1,0 +1,483 @@
+"""The folder of a training run: metrics, checkpoints, films, and how Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import io
+import json
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.experimental.multihost_utils import process_allgather
+from numpy.typing import NDArray
+
+from jaxvec._envs.constructors import find_spec
+from jaxvec._errors import EnvStateError
+from jaxvec._util import import_optional, leave
+from jaxvec._vector_env import VectorEnv
+from jaxvec.callbacks._functions import restore
+from jaxvec.callbacks._handle import Handle
+
+_PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax", "orbax-checkpoint")
+_CHECKPOINTS = "checkpoints"
+_TIMES = {"env_steps", "seconds", "steps_per_second"}  # columns of `Run` itself
+_PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
+_PLAYING = "['playing']"  # start of the names of leaves that each process has for itself
+
+
+class Run:
+    """A folder with the configuration, the metrics and the results of a training run.
+
+    It writes `config.json` at once, a line of `metrics.csv` per `log`, progress on stderr, and `curve.png` at
+    the end, if `episode_return` was logged and matplotlib is installed. `write` adds the program's own files.
+
+    In a program of several processes (`jax.distributed`), each has a run of the same folder. Only the first
+    writes files and shows progress. All of them read, so a resumed run needs a folder that all machines see.
+
+    Attributes:
+        folder: Path of the folder.
+        env_steps: Env steps so far, as of the latest `log`.
+        loggers: Objects with a method `log(metrics, step)`, such as a run of Weights & Biases or trackio.
+            They get each line of metrics, too, as a dict of numbers. At the end, their method `finish` or
+            `close` is called, if they have one.
+
+    Example:
+        ```python
+        import tempfile
+
+        with jaxvec.logging.Run(tempfile.mkdtemp(), {"lr": 0.1}, progress=False) as run:
+            train = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: (run.log(i, loss=x), x / 2)[1], x))
+            train(1.0).block_until_ready()
+        print(run.metrics()["loss"])  # [1.   0.5  0.25]
+        ```
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        total_steps: int | None = None,
+        save_every: float = 60.0,
+        resume: bool = False,
+        evaluate: bool = False,
+        progress: bool = True,
+        loggers: Sequence[Any] = (),
+    ) -> None:
+        """Creates the folder.
+
+        Args:
+            folder: Path of the folder, such as `"runs/ppo"`. It must not contain a run, unless resumed.
+            config: Options of the program for `config.json`, which also contains versions of packages.
+            total_steps: Env steps of the whole run, for the progress line.
+            save_every: Seconds after a save, until `save_due` is True again.
+            resume: Whether to continue the run in `folder` from its last `save`. Later lines are removed, and
+                those of the same step are replaced if they are logged again.
+            evaluate: Whether to only read the run in `folder`. Then `load` returns the state of training as
+                of the last `save`, without that of the envs.
+            progress: Whether to show progress on stderr.
+            loggers: First entries of the attribute `loggers`.
+
+        Raises:
+            FileExistsError: The folder contains a run.
+            FileNotFoundError: The run to resume or evaluate has not been saved.
+        """
+        self.folder: Path = Path(folder)
+        self.loggers: list[Any] = [*loggers]
+        self._csv = self.folder / "metrics.csv"
+        self._writes = jax.process_index() == 0
+        self._total, self._progress = total_steps, progress and self._writes
+        self._rows: list[dict[str, Any]] = []
+        self._saved: Any = None  # by the run to resume or evaluate
+        self._evaluate = evaluate
+        if resume or evaluate:
+            self._saved = self._read_checkpoint()
+            self._rows = self._read_metrics(int(self._saved["env_steps"]))
+        elif self._csv.exists():
+            raise FileExistsError(f"{folder} contains a run; choose another name, or resume it")
+        if self._writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if self._saved is None:
+            record = {"config": dict(config or {}), "versions": _versions()}
+            self.write("config.json", f"{json.dumps(record, indent=2, default=str)}\n".encode())
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        if resume:
+            self._rewrite()
+        before = self._rows[-1] if self._rows else {"env_steps": 0.0, "seconds": 0.0}
+        self.env_steps: int = int(before["env_steps"])
+        # By their step and metrics: a resumed program may log those of the last step again.
+        self._resumed = {(row["env_steps"], frozenset(row.keys() - _TIMES)): row for row in self._rows}
+        self._seconds = before["seconds"]
+        self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
+        self._first: tuple[float, float] | None = None  # steps and seconds of the first log in this process
+        self._save_every, self._saved_at = save_every, -np.inf
+        self._stopping = False  # set by the thread of `signals`
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, env_steps: Any, **metrics: Any) -> None:
+        """Writes a line of metrics. Works inside and outside of `jit`.
+
+        Args:
+            env_steps: Env steps so far, a number or array `[]`.
+            **metrics: Numbers or arrays `[]`, such as those of `Episodes.means`.
+        """
+        jax.debug.callback(self._log, env_steps, metrics)
+
+    def _log(self, env_steps: Any, metrics: Mapping[str, Any]) -> None:
+        # This runs inside a host callback, where calls of JAX can deadlock; NumPy is safe.
+        steps, seconds = np.asarray(env_steps).item(), time.perf_counter() - self._start
+        rate = (steps - self.env_steps) / max(seconds - self._seconds, 1e-9)
+        row = {"env_steps": steps, "seconds": round(seconds, 3), "steps_per_second": round(rate, 1)}
+        row |= {name: +np.asarray(value).item() for name, value in metrics.items()}  # `+`: bools as 0 and 1
+        if steps > self.env_steps:
+            self.env_steps, self._seconds = int(steps), seconds
+            self._show_progress(steps, rate, row.get("episode_return", np.nan))
+        else:
+            del row["steps_per_second"]  # a second row of the same steps, such as of an evaluation
+        if again := self._resumed.pop((steps, frozenset(metrics)), None):
+            self._rows.remove(again)
+            row = again | row
+        self._rows.append(row)
+        new = [name for name in row if name not in self._columns]
+        self._columns += new
+        if new or again:
+            self._rewrite()
+        elif self._writes:
+            with self._csv.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
+        for logger in self.loggers:
+            logger.log(row, step=int(steps))
+
+    def _show_progress(self, steps: float, rate: float, mean: float) -> None:
+        shown = f"{steps:,} steps  {rate:,.0f} steps/s  mean return {mean:.5g}"
+        if self._total:
+            share = min(steps / self._total, 1)  # whole updates may exceed it
+            shown = f"{share:4.0%}  {shown}"
+            if self._first and share < 1:
+                first, start = self._first  # after compilation
+                left = (self._total - steps) * (self._seconds - start) / (steps - first)
+                shown += f"  {_duration(left)} left"
+        # The first line says at once that compilation is over, and the last one that training is.
+        always = self._first is None or (self._total is not None and steps >= self._total)
+        self._first = self._first or (steps, self._seconds)
+        self.show(shown, always)
+
+    def _read_metrics(self, env_steps: int) -> list[dict[str, Any]]:
+        """Returns the rows up to `env_steps`. A program that was killed may have cut the last line."""
+        text = self._csv.read_text() if self._csv.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        rows = ({name: float(text) for name, text in row.items() if text} for row in csv.DictReader(lines))
+        return [row for row in rows if row["env_steps"] <= env_steps]
+
+    def _rewrite(self) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        self.write(self._csv.name, text.getvalue().encode())
+
+    def show(self, text: str, always: bool = True) -> None:
+        """Shows a line of progress on stderr; without a terminal at most every 10 s, unless `always`."""
+        if not self._progress:
+            return
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[2K{text}")
+        elif always or time.perf_counter() - self._printed >= _PRINT_INTERVAL:
+            self._printed = time.perf_counter()
+            sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    @contextmanager
+    def signals(self) -> Generator[None]:
+        """Within the block, Ctrl-C and SIGTERM make `stopping` return True, and print a line at once.
+
+        The same signal again ends the process at once, with exit code 130. So does the first one before the
+        first `log`, while the program compiles: then nothing is lost. One of several processes does not leave
+        then, as the others may be further. Use it in the main thread, around a program that checks
+        `stopping`.
+        """
+        # Python calls handlers in the main thread, which waits for the compiled program. A thread receives
+        # the signal at once, through the wakeup fd.
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        caught = (signal.SIGINT, signal.SIGTERM)
+        handlers = [signal.signal(each, lambda *_: None) for each in caught]
+        thread = threading.Thread(target=self._receive_signals, args=(receiver,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            for each, handler in zip(caught, handlers, strict=True):
+                signal.signal(each, handler)
+            signal.set_wakeup_fd(before)
+            sender.close()
+            thread.join()
+            receiver.close()
+
+    def _receive_signals(self, receiver: socket.socket) -> None:
+        seen: set[int] = set()  # a terminal's SIGINT and a launcher's SIGTERM are one request
+        while received := receiver.recv(1):
+            number = received[0]
+            if number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            newline = "\n" if sys.stderr.isatty() else ""
+            if number in seen or (self._first is None and jax.process_count() == 1):
+                # A normal exit would wait for the compiler or the program. Workers end with this process.
+                sys.stderr.write(f"{newline}interrupted\n")
+                leave()
+            seen.add(number)
+            if self._progress and not self._stopping:
+                text = "stopping: this update is completed and saved; Ctrl-C again ends the program at once"
+                sys.stderr.write(f"{newline}{text}\n")
+                sys.stderr.flush()
+            self._stopping = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether Ctrl-C or SIGTERM has arrived inside `signals`."""
+        return self._stopping
+
+    @property
+    def save_due(self) -> bool:
+        """Whether the last `save` is `save_every` seconds ago, or there was none."""
+        return time.perf_counter() - self._saved_at >= self._save_every
+
+    def stopping(self) -> jax.Array:
+        """Returns whether the program should stop, bool `[]`, inside `jit`; see `signals`."""
+        return io_callback(lambda: np.bool_(self._stopping), jax.ShapeDtypeStruct((), jnp.bool_))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replaces a file of the folder, in one step: if the program is killed, the old file stays."""
+        if not self._writes:
+            return
+        temporary = self.folder / f".{name}"
+        temporary.write_bytes(data)
+        temporary.replace(self.folder / name)
+
+    @contextmanager
+    def _checkpoints(self) -> Generator[tuple[Any, Any]]:
+        """Yields Orbax's module and its `CheckpointManager`, which keeps the newest checkpoint."""
+        # The import takes 0.8 s, so it is here.
+        ocp: Any = import_optional("orbax.checkpoint", "jaxvec.logging.Run", "orbax-checkpoint")
+        # One process writes, and each reads when it likes, so none waits for the others.
+        here = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
+        options: Any = {"max_to_keep": 1, "enable_async_checkpointing": False, "create": False}
+        options = ocp.CheckpointManagerOptions(multiprocessing_options=alone, **options)
+        with ocp.CheckpointManager((self.folder / _CHECKPOINTS).absolute(), options=options) as manager:
+            yield ocp, manager
+
+    def _read_checkpoint(self) -> Any:
+        missing = FileNotFoundError(f"{self.folder} has no checkpoint: the run has saved nothing")
+        if not (self.folder / _CHECKPOINTS).is_dir():
+            raise missing
+        with self._checkpoints() as (ocp, manager):
+            if manager.latest_step() is None:
+                raise missing
+            return manager.restore(None, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
+
+    def save(
+        self, learned: Any, playing: Any = None, envs: VectorEnv | None = None, *, params: Any = None
+    ) -> None:
+        """Writes a checkpoint by Orbax, from which `Run(folder, resume=True)` continues.
+
+        It replaces the last one in one step: if the program is killed, the old one stays. If there are
+        several processes, all of them call it after the same update.
+
+        Args:
+            learned: Pytree of arrays with the state of training: parameters, optimizer state, statistics.
+                It is equal in all processes.
+            playing: Pytree with the state of the running episodes: the handle, observations, memories.
+            envs: The envs, made with `states` of at least `num_envs`, to save their states, too. Without
+                them, or if the states cannot be saved, a resumed run starts new episodes.
+            params: Pytree for other programs, the item `params` of the checkpoint. Empty arrays are None.
+        """
+        jax.effects_barrier()  # waits for the last log
+        packed = np.zeros(0, np.uint8)
+        if envs is not None:
+            with suppress(EnvStateError):  # an env has a state that cannot be saved
+                packed = envs.pack_states()
+        sizes = process_allgather(np.int32(packed.size)).reshape(-1)
+        padded = process_allgather(np.pad(packed, (0, int(sizes.max()) - packed.size)))
+        leaves, _ = _leaves_by_name(learned, playing if sizes.all() else None)
+        leaves = {
+            name: process_allgather(leaf) if name.startswith(_PLAYING) else leaf
+            for name, leaf in leaves.items()
+            if not isinstance(leaf, Handle)
+        }
+        if self._writes:
+            self._write_checkpoint(sizes, padded, leaves, params)
+        self._saved_at = time.perf_counter()
+
+    def _write_checkpoint(self, sizes: Any, padded: Any, leaves: dict[str, Any], params: Any) -> None:
+        """Writes what all processes have; `padded` has the packed envs of each, uint8 `[num, longest]`."""
+        state = {
+            "env_steps": np.int64(self.env_steps),
+            "envs": np.concatenate([row[:size] for row, size in zip(padded, sizes, strict=True)]),
+            "env_sizes": sizes,  # bytes of `envs` of each process
+            "leaves": leaves,
+        }
+        items = {"state": state} | ({} if params is None else {"params": params})
+        # Orbax refuses arrays of size 0.
+        arrays = jax.tree.map(lambda leaf: np.asarray(leaf) if np.size(leaf) else None, items)
+        (self.folder / _CHECKPOINTS).mkdir(exist_ok=True)
+        with self._checkpoints() as (ocp, manager):
+            saved = {name: ocp.args.StandardSave(item) for name, item in arrays.items()}
+            # The manager deletes the old checkpoint after the new one is complete and has its name.
+            manager.save((manager.latest_step() or 0) + 1, args=ocp.args.Composite(**saved))
+
+    def load(self, learned: Any, playing: Any = None, envs: VectorEnv | None = None) -> tuple[Any, Any]:
+        """Returns `learned` and `playing` of the last `save`, if the run is resumed; else the arguments.
+
+        If the run is evaluated, it returns the saved `learned`, and the argument `playing`.
+
+        Args:
+            learned: State of a new run, with the same structure, shapes and dtypes.
+            playing: State of new episodes. It is returned if the states of the envs were not saved.
+            envs: The envs, which continue from their saved states.
+
+        Raises:
+            ValueError: The saved state does not match the arguments.
+        """
+        if self._saved is None:
+            return learned, playing
+        sizes, process = self._saved["env_sizes"], jax.process_index()
+        same = bool(sizes.all()) and envs is not None and not self._evaluate
+        if same and len(sizes) != jax.process_count():
+            raise ValueError(
+                f"{self.folder} was written by {len(sizes)} processes, and there are {jax.process_count()}; "
+                "resume it with as many"
+            )
+        leaves, structure = _leaves_by_name(learned, playing if same else None)
+        for name, leaf in leaves.items():
+            if envs is not None and isinstance(leaf, Handle):
+                packed = np.split(self._saved["envs"], np.cumsum(sizes)[:-1])[process]
+                leaves[name], _ = restore(leaf, envs.unpack_states(packed))
+                continue
+            found = self._saved["leaves"].get(name)
+            if found is not None and name.startswith(_PLAYING):
+                found = found[process]
+            if leaf.size and (found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype)):
+                raise ValueError(
+                    f"the checkpoint of {self.folder} has no {name} of shape {leaf.shape} and dtype "
+                    f"{leaf.dtype}; resume the run with the options and the program that wrote it"
+                )
+            leaves[name] = jnp.asarray(found) if leaf.size else leaf
+        loaded = jax.tree.unflatten(structure, leaves.values())
+        return loaded["learned"], loaded["playing"] if same else playing
+
+    def film(self, env: str | Callable[..., gymnasium.Env[Any, Any]], number: int) -> Any:
+        """Returns an argument for `make` which films the first envs by Gymnasium's `RecordVideo`.
+
+        Further arguments of `make` are passed to the envs, as without films.
+
+        The films, in the folder `videos`, show the episodes 0, 1, 8, 27, ..., 1000, 2000, ... of each, or all
+        if the run is evaluated. They need the package `moviepy`.
+
+        Args:
+            env: Gymnasium id, or a function that makes an env and takes the keyword `render_mode`.
+            number: Number of envs to film. With 0, the result is `env`.
+        """
+        if not number:
+            return env
+        construct = constructor_of(env)
+        videos = str(self.folder.absolute() / "videos")
+        start = f"from_{self.env_steps}_" if self.env_steps else ""  # a resumed run may start new episodes
+        start, name = ("", "evaluation") if self._evaluate else (start, "env")
+        choice: Any = {"episode_trigger": lambda _: True} if self._evaluate else {}
+
+        # Workers call it, and must not import JAX.
+        def constructor(index: int, **arguments: Any) -> gymnasium.Env[Any, Any]:
+            if index >= number:
+                return construct(**arguments)
+            film = construct(render_mode="rgb_array", **arguments)
+            options: Any = {"name_prefix": f"{start}{name}_{index}", "disable_logger": True, **choice}
+            with warnings.catch_warnings(action="ignore"):  # of films of other envs in the folder
+                return gymnasium.wrappers.RecordVideo(film, videos, **options)
+
+        return constructor
+
+    def report(self, evaluation: Any, **others: Any) -> None:
+        """Prints the result of an evaluation: mean and standard deviation of values of episodes, `[n]`."""
+        for name, each in {"evaluation": evaluation, **others}.items():
+            each = np.asarray(each)
+            label = "mean return" if name == "evaluation" else name
+            print(f"{label} {each.mean():.6g} ± {each.std():.3g} over {each.size} episodes")
+
+    def latest(self, name: str) -> float:
+        """Returns the latest value of a metric; NaN without one."""
+        return float(next((row[name] for row in reversed(self._rows) if name in row), np.nan))
+
+    def metrics(self) -> dict[str, NDArray[np.float64]]:
+        """Returns the columns of `metrics.csv`, float64 `[num_lines]`; NaN where a line has no value."""
+        rows = self._rows
+        return {name: np.array([row.get(name, np.nan) for row in rows], float) for name in self._columns}
+
+    def close(self) -> None:
+        """Draws the curve, and closes the loggers."""
+        jax.effects_barrier()  # waits for the last log
+        if self._progress and sys.stderr.isatty():
+            sys.stderr.write("\n")
+        for logger in self.loggers:
+            end = getattr(logger, "finish", None) or getattr(logger, "close", None)
+            if end is not None:
+                end()
+        if "episode_return" not in self._columns or self._evaluate or not self._writes:
+            return
+        try:
+            from matplotlib.figure import Figure  # slow to import, so after the training
+        except ImportError:
+            return
+        figure = Figure(figsize=(7, 4), layout="constrained")  # uses Agg; pyplot might open a window
+        columns = self.metrics()
+        axes: Any = figure.subplots()
+        known = np.isfinite(columns["episode_return"])
+        axes.plot(columns["env_steps"][known], columns["episode_return"][known])
+        axes.set(title=self.folder.name, xlabel="env steps", ylabel="mean return of the latest episodes")
+        figure.savefig(self.folder / "curve.png", dpi=150)
+
+
+def _leaves_by_name(learned: Any, playing: Any) -> tuple[dict[str, Any], Any]:
+    both = {"learned": learned, "playing": playing}
+    leaves, structure = jax.tree.flatten_with_path(both, is_leaf=lambda node: isinstance(node, Handle))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, structure
+
+
+def constructor_of(
+    env: str | Callable[..., gymnasium.Env[Any, Any]],
+) -> Callable[..., gymnasium.Env[Any, Any]]:
+    return partial(gymnasium.make, find_spec(env)) if isinstance(env, str) else env
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _versions() -> dict[str, str]:
+    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return {"python": platform.python_version()} | {name: found[name] for name in _PACKAGES if name in found}

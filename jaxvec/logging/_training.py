@@ -1,0 +1,381 @@
+"""The command line of training programs, and their loop of updates, saves, evaluations and signals."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from numpy.typing import NDArray
+
+from jaxvec._envs.constructors import find_spec
+from jaxvec._spec import TimeStep
+from jaxvec._util import INTERRUPTED, Interrupted, import_optional
+from jaxvec._vector_env import VectorEnv
+from jaxvec.callbacks._functions import reset
+from jaxvec.callbacks._handle import Handle
+from jaxvec.callbacks._make import make
+from jaxvec.logging._run import Run, constructor_of
+
+_CONTINUE, _SAVE, _STOP = range(3)  # what a compiled loop does after an update
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that training programs have in common. A program adds its own in a subclass.
+
+    `training` reads them from the command line. The comment of a field is its text in `--help`.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+        from jaxvec.logging import Options
+
+        @dataclass(frozen=True)
+        class Config(Options):
+            lr: float = 1e-3  # learning rate
+
+        print(Config(num_envs=8, total_steps=1000).num_updates)  # 2
+        ```
+    """
+
+    env: str = "CartPole-v1"  # Gymnasium id, MODULE:ID if the module registers it, or MODULE:CLASS
+    env_kwargs: str = "{}"  # JSON object with arguments of the env, such as '{"gravity": 5}'
+    num_envs: int = 64  # number of envs
+    num_workers: int | None = None  # number of worker processes; by default, one per usable core
+    spare_envs: int = 0  # number of envs that each worker resets in advance, for envs with slow resets
+    total_steps: int = 500_000  # env steps, rounded up to whole updates
+    num_steps: int = 64  # steps of each env in an update
+    stop_at: float | None = None  # stop once the mean return of the latest 100 episodes reaches this value
+    save_every: float = 60.0  # seconds between two saves; the first one follows the first update
+    eval_episodes: int = 8  # episodes of an evaluation
+    eval_steps: int = 10_000  # maximum number of steps of an evaluated episode
+    seed: int = 0  # random seed
+    name: str | None = None  # name of the folder in runs; by default program, env, seed and time
+    video: int = 0  # number of envs, or of episodes of --evaluate, to film; needs moviepy
+    logger: Literal["tensorboard", "trackio", "wandb"] | None = None  # also log there
+    resume: Path | None = None  # continue the run in this folder, with its options
+    evaluate: Path | None = None  # play episodes with the policy of the run in this folder
+
+    def __post_init__(self) -> None:
+        """Checks the options that all programs have; a ValueError becomes a usage error."""
+        if min(self.num_envs, self.total_steps, self.num_steps, self.eval_episodes) < 1:
+            raise ValueError("the numbers of envs, steps and episodes must be at least 1")
+        self.env_arguments()
+
+    @property
+    def steps_per_update(self) -> int:
+        """Number of env steps of an update."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the whole run."""
+        return -(-self.total_steps // self.steps_per_update)
+
+    def env_fn(self) -> Any:
+        """Returns the env for `jaxvec.make`: the id, or the class that `MODULE:CLASS` names."""
+        module, _, name = self.env.rpartition(":")
+        found: Any = getattr(importlib.import_module(module), name, None) if module else None
+        if callable(found):
+            return found
+        find_spec(self.env)  # raises an error that says why there is no such env
+        return self.env
+
+    def env_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the env, from the JSON of `env_kwargs`."""
+        try:
+            arguments = json.loads(self.env_kwargs)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--env-kwargs is not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ValueError('--env-kwargs must be a JSON object, such as {"gravity": 5}')
+        return arguments
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+class TrainingRun(Run):
+    """The run of a program with `Options`, which `training` opens.
+
+    Attributes:
+        options: The options of the program.
+
+    Example:
+        ```python
+        from jaxvec.logging import Options, training
+
+        with training(Options, ["--num-envs", "2"], program="mine") as (_, run), run.make() as envs:
+            print(envs.num_envs)  # 2
+        ```
+    """
+
+    options: Options
+
+    def train(
+        self,
+        envs: VectorEnv,
+        begin: Callable[[Handle, TimeStep], tuple[Any, Any]],
+        update: Callable[[Any, Any], tuple[Any, Any, dict[str, jax.Array]]],
+        *,
+        params: Callable[[Any], Any],
+        act: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None,
+        evaluate: Callable[[Any], dict[str, jax.Array]] | None = None,
+        infos: Sequence[str] = (),
+        evaluate_at_saves: bool = True,
+        save_envs: bool = True,
+    ) -> Any:
+        """Trains with the options of `training`, and returns the last state of training.
+
+        One compiled `while_loop` repeats `update`, and logs its metrics. It returns to Python after the first
+        update and then every `save_every` seconds, to save and, except for the first time, to evaluate. With
+        `--resume` it continues, and with `--evaluate` it only evaluates.
+
+        Args:
+            envs: The envs, which are reset with `seed`.
+            begin: Function of the handle and the time step of the reset. It returns the state of training, a
+                pytree with an attribute `number`, the updates so far; and that of the running episodes.
+            update: Function of both states. It returns the next ones, and metrics, a dict of arrays `[]`.
+            params: Function of the state of training; what other programs may read, see `save`.
+            act: Function that chooses actions in evaluations; see `play`. Without it and `evaluate`, there
+                are none.
+            evaluate: Function of the state of training in place of `act`. It returns a dict of arrays with a
+                value for each episode.
+            infos: Keys of infos for `act`.
+            evaluate_at_saves: Whether to evaluate during training, too, and not only with `--evaluate`.
+            save_envs: Whether to save the states of the envs, too, unless there are spare envs.
+        """
+        options, stop_at = self.options, self.options.stop_at
+        goal = np.inf if stop_at is None else stop_at
+
+        def pause(reached: Any) -> Any:
+            return np.int32(_STOP if self._stopping or reached else _SAVE if self.save_due else _CONTINUE)
+
+        def body(carry: Any) -> Any:
+            state, playing, metrics = update(*carry[:2])
+            self.log(state.number * options.steps_per_update, **metrics)
+            reached = metrics.get("episode_return", -jnp.inf) >= goal
+            return state, playing, io_callback(pause, jax.ShapeDtypeStruct((), jnp.int32), reached)
+
+        @jax.jit
+        def repeat(state: Any, playing: Any) -> Any:
+            unfinished = lambda carry: (carry[0].number < options.num_updates) & (carry[2] == _CONTINUE)  # noqa: E731
+            return jax.lax.while_loop(unfinished, body, (state, playing, jnp.int32(_CONTINUE)))
+
+        play = jax.jit(act) if act else None
+
+        def score(state: Any) -> dict[str, Any]:
+            if evaluate is not None:
+                return evaluate(state)
+            return {"evaluation": self.play(partial(play, state), infos)} if play else {}
+
+        with self.signals():
+            self.show("compiling")
+            state, playing = self.load(*jax.jit(begin)(*reset(envs, seed=options.seed)), envs=envs)
+            if self._evaluate:
+                self.report(**score(state))
+                return state
+            after, first = _CONTINUE, True
+            saved_envs = envs if save_envs and not options.spare_envs else None
+            while state.number < options.num_updates and after != _STOP:
+                state, playing, after = jax.block_until_ready(repeat(state, playing))
+                self.save(state, playing, saved_envs, params=params(state))
+                last = after == _STOP or state.number >= options.num_updates
+                if evaluate_at_saves and not self._stopping and (last or not first):
+                    means = {name: np.mean(values) for name, values in score(state).items()}
+                    if not self._stopping:  # else the episodes were cut
+                        self.log(state.number * options.steps_per_update, **means)
+                first = False
+        return state
+
+    def play(
+        self, act: Callable[[Any, Any, Any], tuple[Any, Any]], infos: Sequence[str] = ()
+    ) -> NDArray[np.float64]:
+        """Plays episodes in plain Gymnasium, without a pool, with the options of `training`.
+
+        With `--evaluate` and `--video`, it films the first episodes, into the folder `videos`.
+
+        Args:
+            act: Function of the memory, the observations and a dict of infos, with leaves `[num_episodes]`.
+                It returns the next memory and the actions. The first memory is None.
+            infos: Keys of the infos that it needs.
+
+        Returns:
+            Returns of the episodes, `[num_episodes]` float64. If an env has several rewards, their means.
+        """
+        options = self.options
+        arguments, construct = options.env_arguments(), constructor_of(options.env_fn())
+        film = self.film(construct, options.video) if self._evaluate and options.video else None
+        numbers = range(options.eval_episodes)
+        envs = [film(number, **arguments) if film else construct(**arguments) for number in numbers]
+        latest = [env.reset(seed=options.seed + 10_000 + number) for number, env in enumerate(envs)]
+        returns, running, memory = np.zeros(len(envs)), [*range(len(envs))], None
+        for _ in range(options.eval_steps):
+            obs, info = zip(*latest, strict=True)
+            stacked = {name: np.stack([each[name] for each in info]) for name in infos}
+            memory, actions = act(memory, jax.tree.map(lambda *leaves: np.stack(leaves), *obs), stacked)
+            actions = jax.tree.map(np.asarray, actions)
+            for number in [*running]:
+                action = jax.tree.map(lambda leaf, number=number: leaf[number], actions)
+                env = envs[number]
+                *latest_obs, reward, terminated, truncated, info = env.step(
+                    _to_space(env.action_space, action)
+                )
+                latest[number] = latest_obs[0], info
+                returns[number] += np.mean(np.asarray(reward))
+                if terminated or truncated:
+                    running.remove(number)
+            if not running or self._stopping:
+                break
+        for env in envs:
+            env.close()
+        return returns
+
+    def make(self, *, video: int | None = None, **options: Any) -> VectorEnv:
+        """Makes the envs of the options of `training` by `jaxvec.make`, with saved states or spare envs.
+
+        Args:
+            video: Number of envs to film; by default that of the options, and 0 if the run is evaluated.
+            **options: Further arguments of `jaxvec.make`, which replace those of the options.
+        """
+        given = self.options
+        chosen = {"num_envs": given.num_envs, "num_workers": given.num_workers, **options}
+        spare = {"spare_envs": given.spare_envs}  # which excludes saved states
+        chosen = (spare if given.spare_envs else {"states": chosen["num_envs"]}) | chosen
+        if video is None:
+            video = 0 if self._evaluate else given.video
+        return make(self.film(given.env_fn(), video), **chosen, **given.env_arguments())
+
+
+def _to_space(space: gymnasium.Space[Any], action: Any) -> Any:
+    """Converts NumPy numbers to those of a space, which have the dtypes of JAX's."""
+    if isinstance(space, gymnasium.spaces.Dict):
+        return {name: _to_space(each, action[name]) for name, each in space.items()}
+    return int(action) if isinstance(space, gymnasium.spaces.Discrete) else np.asarray(action, space.dtype)
+
+
+class _TensorBoard:
+    """Writes metrics as event files into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = import_optional("tensorboardX", "jaxvec.logging.Run", "tensorboardX").SummaryWriter(
+            str(folder)
+        )
+        self.close = self._writer.close
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+
+def _open_logger(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    if name == "tensorboard":
+        return _TensorBoard(folder)
+    # trackio has the interface of wandb. A resumed run continues under its name.
+    options = {"project": "jaxvec", "name": folder.name, "config": dict(config), "resume": "allow"}
+    options |= {"id": folder.name, "dir": str(folder)} if name == "wandb" else {}
+    return import_optional(name, "jaxvec.logging.Run", name).init(**options)
+
+
+@dataclass(frozen=True)
+class _Source:
+    resume: Path | None = None
+    evaluate: Path | None = None
+
+
+@contextmanager
+def training(
+    options: type[OptionsT],
+    argv: Sequence[str] | None = None,
+    *,
+    program: str,
+) -> Generator[tuple[OptionsT, TrainingRun]]:
+    """Reads the options of a training program by `tyro`, and opens its run in the folder `runs`.
+
+    At the end of the block it prints the score. After a Ctrl-C or SIGTERM it prints a line, and exits with
+    code 130. Wrong options end the program with a usage error. With `--resume RUN` and `--evaluate RUN`, the
+    options are those of the run, except those that are given again.
+
+    Args:
+        options: `Options`, or a subclass with further options. Its docstring is the description of `--help`.
+        argv: Words of the command line; by default those of this process.
+        program: Name of the program, for the default name of the folder.
+
+    Raises:
+        SystemExit: Options are wrong, or a signal ended the run.
+
+    Example:
+        ```python
+        from dataclasses import dataclass
+        from jaxvec.logging import Options, training
+
+        @dataclass(frozen=True)
+        class Config(Options):
+            lr: float = 1e-3  # learning rate
+
+        with training(Config, ["--seed", "3"], program="mine") as (config, run), run.signals():
+            run.log(3, episode_return=1.0)  # or call `run.train`
+        print(run.env_steps)  # 3
+        ```
+    """
+    tyro: Any = import_optional("tyro", "jaxvec.logging.training", "demo")
+    source, _ = tyro.cli(_Source, args=argv, return_unknown_args=True, add_help=False)
+    old = source.evaluate or source.resume
+    try:
+        if source.evaluate and source.resume:
+            raise ValueError("--evaluate and --resume exclude each other")
+        saved = json.loads((old / "config.json").read_text())["config"] if old else {}
+        lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+        values: Any = {**saved, **lists, "resume": None, "evaluate": None}
+        default = options(**values)
+        config: OptionsT = tyro.cli(options, prog=Path(sys.argv[0]).name, args=argv, default=default)
+        config.env_fn()  # raises an error if there is no such env
+        folder = old or Path("runs") / (config.name or _default_name(program, config))
+        extra = jax.process_index() == 0 and not config.evaluate
+        known = {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()
+        }
+        run_options: Any = {"resume": config.resume is not None, "evaluate": config.evaluate is not None}
+        run_options |= {"total_steps": config.total_steps, "save_every": config.save_every}
+        loggers = [_open_logger(config.logger, folder, known)] if config.logger and extra else []
+        opened = TrainingRun(folder, known, loggers=loggers, **run_options)
+    except (gymnasium.error.Error, OSError, TypeError, ValueError, ImportError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    opened.options = config
+    try:
+        with opened as run:
+            yield config, run
+    except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
+        sys.stderr.write("interrupted\n")
+        raise Interrupted from None
+    mean, score = run.latest("episode_return"), run.latest("evaluation")
+    text = f"mean return {mean:.5g} of the latest 100 episodes, {run.env_steps:,} env steps"
+    if run.stopped:
+        text = f"stopped: {text}; continue with --resume {folder}"
+    elif not np.isnan(score):
+        text = (
+            f"score {score:.6g}: mean return of {config.eval_episodes} episodes with the best actions\n{text}"
+        )
+    if extra:
+        print(text if run.stopped else f"{text}\nresults are in {folder}")
+    if run.stopped:
+        raise SystemExit(INTERRUPTED)
+
+
+def _default_name(program: str, config: Options) -> str:
+    env = config.env.rpartition(":")[2].replace("/", "-")
+    return "_".join([program, env, str(config.seed), time.strftime("%Y%m%d-%H%M%S")])
