@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -309,6 +311,9 @@ def training(
     code 130. Wrong options end the program with a usage error. With `--resume RUN` and `--evaluate RUN`, the
     options are those of the run, except those that are given again.
 
+    Without `argv`, JAX keeps compiled programs for the next start in the folder `~/.cache/jaxvec`, unless
+    `JAX_COMPILATION_CACHE_DIR` names another one or `JAX_ENABLE_COMPILATION_CACHE` is `false`.
+
     Args:
         options: `Options`, or a subclass with further options. Its docstring is the description of `--help`.
         argv: Words of the command line; by default those of this process.
@@ -332,6 +337,8 @@ def training(
         ```
     """
     tyro: Any = import_optional("tyro", "jaxvec.logging.training", "demo")
+    if argv is None:
+        _keep_compiled()
     source, _ = tyro.cli(_Source, args=argv, return_unknown_args=True, add_help=False)
     old = source.evaluate or source.resume
     try:
@@ -374,6 +381,20 @@ def training(
         print(text if run.stopped else f"{text}\nresults are in {folder}")
     if run.stopped:
         raise SystemExit(INTERRUPTED)
+
+
+def _keep_compiled() -> None:
+    """Makes JAX keep compiled programs, by the name of the machine: a shared home may have several kinds."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
+        return
+    parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(parent, "jaxvec", platform.node())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that is read-only
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def _default_name(program: str, config: Options) -> str:

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -587,6 +588,28 @@ def test_ctrl_c_while_compiling_leaves_with_the_output(tmp_path):
         program.kill()
         program.communicate()
     assert (program.returncode, output, errors) == (130, "kept\n", "interrupted\n")
+
+
+KEPT = """
+import jax
+from jaxvec.logging import Options, training
+
+with training(Options, program="mine") as (config, run):
+    print(jax.config.jax_compilation_cache_dir)
+"""
+
+
+@pytest.mark.parametrize("chosen", [None, "mine"])
+def test_a_program_keeps_what_it_has_compiled_unless_the_user_chose_where(chosen, tmp_path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env |= {} if chosen is None else {"JAX_COMPILATION_CACHE_DIR": chosen}
+    command = [sys.executable, "-c", KEPT, "--name", "run"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=PATIENCE, check=True
+    )
+    folder = tmp_path / "cache" / "jaxvec"
+    assert done.stdout.splitlines()[0] == (chosen or str(folder / platform.node()))
+    assert folder.is_dir() == (chosen is None)
 
 
 def test_an_interrupted_program_can_be_caught():
