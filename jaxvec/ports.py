@@ -10,20 +10,21 @@ port's state --select_state, set_state--> original's state
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from jaxvec._ports.comparison import Comparison, Mode
+from jaxvec._ports.comparison import Comparison, Mode, SpaceResult
 from jaxvec._ports.distributions import Distributions, compare_distributions
 from jaxvec._ports.original import Original, SetState, constructor, space_like
-from jaxvec._ports.port_spaces import compare_spaces
+from jaxvec._ports.port import Port, as_port
+from jaxvec._ports.port_spaces import NOT_DECLARED, compare_spaces
 from jaxvec._ports.program import Program, by_path, random_action, restored, seed_of, sent_state, step_keys
 from jaxvec.callbacks._make import make
 
@@ -38,101 +39,6 @@ __all__ = [
 ]
 
 Policy = Callable[[jax.Array, Any, Any], Any]
-
-
-@final
-@dataclass(frozen=True)
-class Port:
-    """A JAX env for comparisons: pure functions of one env, which do not reset it when an episode ends.
-
-    Attributes:
-        reset: Function `key -> (state, obs)`.
-        step: Function `(key, state, action) -> (state, results)`. The results are a dict with `obs`,
-            `reward`, and `terminated` and `truncated`, or only `done`. Leaves in its `info` are compared if
-            `compare_port(info=...)` declares them.
-        observation_space: Observation space of one env; `None` if there is none.
-        action_space: Action space of one env; `None` if there is none.
-        max_episode_steps: Time limit; `None` if none is declared.
-
-    Example:
-        ```python
-        def count(key, state, action):
-            over = state + 1 >= 5
-            return state + 1, {"obs": jnp.float32(state + 1), "reward": 1.0, "done": over}
-
-        port = jaxvec.ports.Port(lambda key: (jnp.int32(0), jnp.float32(0)), count)
-        print(port.step(jax.random.key(0), 4, 0)[1]["done"])  # True
-        ```
-    """
-
-    reset: Callable[[jax.Array], tuple[Any, Any]]
-    step: Callable[[jax.Array, Any, Any], tuple[Any, Any]]
-    observation_space: Any = None
-    action_space: Any = None
-    max_episode_steps: int | None = None
-
-
-def as_port(env: Any, params: Any = None) -> Port:
-    """Converts an env of gymnax, Navix or Pgx with one player.
-
-    Args:
-        env: The env.
-        params: Params of a gymnax env; by default its `default_params`.
-
-    Raises:
-        TypeError: The env has another API. Write its `reset` and `step` as a `Port`.
-
-    Example:
-        ```python
-        import gymnax
-
-        print(jaxvec.ports.as_port(*gymnax.make("CartPole-v1")).max_episode_steps)  # 500
-        ```
-    """
-    if isinstance(env, Port):
-        return env
-    if hasattr(env, "step_env"):  # gymnax
-        params = env.default_params if params is None else params
-
-        def gymnax_reset(key: Any) -> Any:
-            return env.reset_env(key, params)[::-1]
-
-        def gymnax_step(key: Any, state: Any, action: Any) -> Any:
-            obs, state, reward, done, _ = env.step_env(key, state, action, params)
-            if not hasattr(env, "is_truncated"):  # before gymnax 1.0
-                return state, {"obs": obs, "reward": reward, "done": done}
-            truncated = env.is_truncated(state, params)
-            return state, {"obs": obs, "reward": reward, "terminated": done, "truncated": truncated}
-
-        own = env.observation_space(params), env.action_space(params)
-        return Port(gymnax_reset, gymnax_step, *own, getattr(params, "max_steps_in_episode", None))
-    if hasattr(env, "_step") and hasattr(env, "termination_fn"):  # Navix; its `step` resets ended episodes
-
-        def navix_reset(key: Any) -> Any:
-            timestep = env.reset(key)
-            return timestep, timestep.observation
-
-        def navix_step(key: Any, state: Any, action: Any) -> Any:
-            after = env._step(state, action)
-            ends = {"terminated": after.is_termination(), "truncated": after.is_truncation()}
-            return after, {"obs": after.observation, "reward": after.reward, **ends}
-
-        return Port(navix_reset, navix_step, env.observation_space, env.action_space, env.max_steps)
-    if hasattr(env, "init") and getattr(env, "num_players", None) == 1:  # Pgx
-
-        def pgx_reset(key: Any) -> Any:
-            state = env.init(key)
-            return state, state.observation
-
-        def pgx_step(key: Any, state: Any, action: Any) -> Any:
-            after = env.step(state, action, key)
-            ends = {"terminated": after.terminated, "truncated": after.truncated}
-            return after, {"obs": after.observation, "reward": after.rewards[0], **ends}
-
-        return Port(pgx_reset, pgx_step, None, spaces.Discrete(int(env.num_actions)))
-    raise TypeError(
-        f"{env!r} is no env of gymnax, Navix or Pgx with one player; pass jaxvec.ports.Port(reset, step)"
-    )
 
 
 def compare_port(
@@ -232,23 +138,35 @@ def compare_port(
             infos=tuple(info or ()),
             progress=progress and sys.stderr.isatty(),
         )
-        tallies, counts = jax.device_get(jax.jit(partial(program, envs))(seed))
-    parted, limit = int(counts["parted"]), port.max_episode_steps
-    declared = dict(zip(own, (port.observation_space, port.action_space, limit), strict=True))
+        compiled = jax.jit(partial(program, envs)).lower(seed).compile()
+        start = time.perf_counter()
+        tallies, counts = jax.device_get(compiled(seed))
+        seconds = time.perf_counter() - start
+    parted, leaves = (
+        int(counts["parted"]),
+        {path: program.result(path, each) for path, each in tallies.items()},
+    )
+    ours = port.observation_space, port.action_space, port.max_episode_steps, port.autoreset
+    properties = {**compare_spaces(dict(zip(own, ours, strict=True)), own), **program.mismatches}
+    observed = [each for path, each in leaves.items() if path.split("/")[0] == "obs" and each.different]
+    if observed and all(each.at_ends == each.different for each in observed):
+        properties["autoreset"] = SpaceResult(_ENDS_DIFFER, own["autoreset"] or NOT_DECLARED, False)
     return Comparison(
         mode=mode,
         set_to_states=set_state is not None,
         seed=seed,
         num_envs=num_envs,
         num_steps=num_steps,
-        spaces={**compare_spaces(declared, own), **program.mismatches},
-        leaves={path: program.result(path, tally) for path, tally in tallies.items()},
+        spaces=properties,
+        leaves=leaves,
         episodes=int(counts["episodes"]),
         parted=parted,
         parted_after=float(counts["parted_steps"]) / parted if parted else float("nan"),
+        seconds=seconds,
     )
 
 
+_ENDS_DIFFER = "obs differ only in steps that end episodes, as if step reset the env"
 _NO_SET_STATE = (
     "mode='one_step' sets the original to the port's state before each step, which needs set_state. Pass "
     "set_state=lambda env, state: ..., or, if the original cannot be set to a state, mode='free_running', "
@@ -303,21 +221,16 @@ def replay(
     sent = partial(sent_state, select_state, set_state is not None)
     env: Any = Original(constructor(original), set_state, spaces.Dict(), each_step=each_step)
     policy = policy or partial(random_action, env.described["action space"])
-    if state is not None:
-        now = restored(now, state)
-    results: Any = None
+    ours, theirs = {}, {}
     for number in [step] if each_step else range(1, step + 1):
+        if state is not None:
+            now = restored(now, state)
         policy_key, step_key = step_keys(key, number)
         chosen = action if each_step else policy(policy_key, obs, now)
-        asked = {
-            "action": chosen,
-            "step": number,
-            "seed": seed_of(key),
-            "state": sent(now),
-        }
+        asked = {"action": chosen, "step": number, "seed": seed_of(key), "state": sent(now)}
         now, ours = port_step(step_key, now, jax.tree.map(jnp.asarray, chosen))
-        theirs, reward, _, _, infos = env.step(jax.tree.map(lambda leaf: np.asarray(leaf)[()], asked))
-        done = theirs["terminated"] or theirs["truncated"]
-        obs, results = ours["obs"], (ours, {**theirs, "reward": reward, "done": done, "info": infos})
+        theirs, reward, _, _, info = env.step(jax.tree.map(lambda leaf: np.asarray(leaf)[()], asked))
+        done, obs = theirs["terminated"] or theirs["truncated"], ours["obs"]
+        theirs |= {"reward": reward, "done": done, "info": info}
     env.close()
-    return by_path(results[0]), by_path(results[1])
+    return by_path(ours), by_path(theirs)

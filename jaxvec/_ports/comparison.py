@@ -41,7 +41,8 @@ class LeafResult:
     Attributes:
         compared: Number of steps of single envs in which the leaf was compared.
         different: Number of these with an error above the tolerance.
-        unequal: Number of these with any error.
+        at_ends: Number of these in which the port's episode ended.
+        unequal: Number of compared steps with any error.
         tolerance: Largest accepted error.
         max_error: Largest error. Errors of floats are absolute for values of the original up to 1 in
             magnitude, and relative above.
@@ -52,6 +53,7 @@ class LeafResult:
 
     compared: int
     different: int
+    at_ends: int
     unequal: int
     tolerance: float
     max_error: float
@@ -92,6 +94,7 @@ class Comparison:
         episodes: Number of episodes that were started.
         parted: Number of episodes with a difference.
         parted_after: Mean number of steps until the first difference of these episodes; NaN without any.
+        seconds: Time in s that the compiled program ran.
 
     Example:
         ```python
@@ -117,6 +120,7 @@ class Comparison:
     episodes: int
     parted: int
     parted_after: float
+    seconds: float
 
     @property
     def differences(self) -> list[str]:
@@ -140,47 +144,24 @@ class Comparison:
             raise AssertionError(f"the port differs from its original in {', '.join(names)}\n{self}{replay}")
 
     def __str__(self) -> str:
-        rows = [
-            (
-                "leaf",
-                "equal",
-                "within tolerance",
-                "largest error",
-                "tolerance",
-                "first step",
-                "True in port · original",
-            )
-        ]
-        for path, each in self.leaves.items():
-            rows.append(
-                (
-                    path,
-                    _share(each.compared - each.unequal, each.compared),
-                    _share(each.compared - each.different, each.compared),
-                    f"{each.max_error:.3g}",
-                    f"{each.tolerance:.3g}",
-                    "" if each.first_step is None else str(each.first_step),
-                    "" if each.ones is None else "{:,} · {:,}".format(*each.ones),
-                )
-            )
-        properties = [("property", "port", "original", "")]
-        for name, each in self.spaces.items():
-            properties.append((name, each.port, each.original, "" if each.equal else "different"))
-        start = (
-            "set to the port's state before each step"
-            if self.mode == "one_step"
-            else (
-                "set to the port's state when an episode starts"
-                if self.set_to_states
-                else "not set to states of the port: each episode starts from its own reset"
-            )
-        )
+        start = "set to the port's state before each step"
+        if self.mode == "free_running":
+            start = "set to the port's state when an episode starts"
+        if not self.set_to_states:
+            start = "not set to states of the port: each episode starts from its own reset"
         parted = f"{self.parted:,} of {self.episodes:,} episodes differ"
         if self.parted:
             parted += f", first after {self.parted_after:.1f} steps on average"
-        steps = self.num_envs * self.num_steps
-        heading = f"{steps:,} steps ({self.num_envs} envs, seed {self.seed}), original {start}; {parted}"
-        return "\n\n".join([heading, table(rows), table(properties)])
+        steps = f"{self.num_envs * self.num_steps:,} steps in {self.seconds:.3g} s"
+        heading = f"{steps} ({self.num_envs} envs, seed {self.seed}), original {start}; {parted}"
+        properties = [
+            (name, each.port, each.original, "" if each.equal else "different")
+            for name, each in self.spaces.items()
+        ]
+        leaves = [_COLUMNS, *(_cells(path, each) for path, each in self.leaves.items())]
+        return "\n\n".join(
+            [heading, table(leaves), table([("property", "port", "original", ""), *properties])]
+        )
 
     def replay(self, leaf: str | None = None) -> str:
         """Returns a few lines of Python that show the largest error of a leaf on both sides.
@@ -200,24 +181,39 @@ class Comparison:
         if path not in unequal:
             raise ValueError(f"{path or 'leaf'}: all values are equal, so there is nothing to replay")
         case: Any = self.leaves[path].worst
-        arguments = [
-            "port",
-            "original",
-            "set_state" if self.set_to_states else "None",
-            "policy",
-            f"step={case.step}",
-        ]
-        arguments.append(f"key=jax.random.wrap_key_data({_code(case.key)})")
+        set_state = "set_state" if self.set_to_states else "None"
+        key = f"key=jax.random.wrap_key_data({_code(case.key)})"
+        arguments = f"port, original, {set_state}, policy, step={case.step}, {key}"
         if self.mode == "one_step":
-            arguments += [f"state={_code(case.state)}", f"action={_code(case.action)}"]
+            arguments += f", state={_code(case.state)}, action={_code(case.action)}"
         lines = [
             f"# {path} in step {case.step} of an episode of env {case.env}: "
             f"port {_short(case.port)}, original {_short(case.original)}",
             "import jax, jaxvec, numpy",
-            f"results = jaxvec.ports.replay({', '.join(arguments)})",
+            f"results = jaxvec.ports.replay({arguments})",
             f"for side in results: print(side[{path!r}])",
         ]
         return "\n".join(lines)
+
+
+_COLUMNS = (
+    "leaf",
+    "equal",
+    "within tolerance",
+    "largest error",
+    "tolerance",
+    "first step",
+    "True in port · original",
+)
+
+
+def _cells(path: str, result: LeafResult) -> tuple[str, ...]:
+    shares = [_share(result.compared - each, result.compared) for each in (result.unequal, result.different)]
+    first = "" if result.first_step is None else str(result.first_step)
+    if result.different and result.at_ends == result.different:
+        first += ", only ends"
+    flags = "" if result.ones is None else "{:,} · {:,}".format(*result.ones)
+    return path, *shares, f"{result.max_error:.3g}", f"{result.tolerance:.3g}", first, flags
 
 
 def _share(part: int, total: int) -> str:

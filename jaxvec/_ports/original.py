@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import Autoreset, TimeLimit
 
 SetState = Callable[[Any, Any], object]
 
@@ -34,11 +34,14 @@ class Original(gymnasium.Env[Any, Any]):
     ) -> None:
         self._env = env_fn()
         self._set_state, self._each_step = set_state, each_step
-        self._ended, self._time_limit = False, _find_time_limit(self._env)
+        self._ended, self._time_limit = False, _find_wrapper(self._env, TimeLimit)
+        mode = "NEXT_STEP" if _find_wrapper(self._env, Autoreset) else None
+        declared = (getattr(self._env, "metadata", None) or {}).get("autoreset_mode", mode)
         self.described = {
             "observation space": self._env.observation_space,
             "action space": self._env.action_space,
             "time limit": getattr(self._time_limit, "_max_episode_steps", None),
+            "autoreset": getattr(declared, "name", declared),
         }
         flag = spaces.Box(0, 1, (), np.bool_)  # pyright: ignore[reportCallIssue, reportArgumentType]
         self.observation_space: spaces.Space[Any] = spaces.Dict(
@@ -68,7 +71,7 @@ class Original(gymnasium.Env[Any, Any]):
         if start or self._ended:
             self._env.reset(seed=int(action["seed"]) if start else None)
         if self._each_step and self._time_limit is not None:
-            self._time_limit._elapsed_steps = int(action["step"]) - 1  # pyright: ignore[reportPrivateUsage]
+            self._time_limit._elapsed_steps = int(action["step"]) - 1
         if self._set_state is not None and (start or self._each_step):
             try:
                 self._set_state(self._env, action["state"])
@@ -89,11 +92,11 @@ _NOT_SET = (
 )
 
 
-def _find_time_limit(env: Any) -> TimeLimit[Any, Any] | None:
-    """Returns the outermost wrapper that truncates episodes."""
-    while isinstance(env, gymnasium.Wrapper) and not isinstance(env, TimeLimit):
+def _find_wrapper(env: Any, wrapper: type) -> Any:
+    """Returns the outermost wrapper of a class; `None` without."""
+    while isinstance(env, gymnasium.Wrapper) and not isinstance(env, wrapper):
         env = env.env
-    return env if isinstance(env, TimeLimit) else None
+    return env if isinstance(env, wrapper) else None
 
 
 def constructor(original: Any) -> Callable[[], Any]:
@@ -110,10 +113,6 @@ def constructor(original: Any) -> Callable[[], Any]:
 def space_like(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
     """Returns the space of all arrays of a shape and dtype."""
     dtype = np.dtype(dtype)
-    if dtype.kind == "b":
-        low, high = 0, 1
-    elif dtype.kind in "iu":
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
-    else:
-        low, high = -np.inf, np.inf
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+    low, high = (limits.min, limits.max) if limits else (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)
     return spaces.Box(low, high, shape, dtype.type)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -14,20 +14,22 @@ NOT_DECLARED = "not declared"
 
 
 def compare_spaces(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, SpaceResult]:
-    """Compares spaces by name, and the time limits, which are numbers or `None`."""
+    """Compares spaces by name, and further properties, which are numbers, texts or `None`."""
     rows: dict[str, SpaceResult] = {}
     for name, space in theirs.items():
         parts = [_describe(ours[name]), _describe(space)]
         for part in parts[1] | parts[0]:
             texts = [each.get(part, NOT_DECLARED) for each in parts]
-            rows[f"{name} {part}".strip()] = SpaceResult(*texts, equal=texts[0] == texts[1] or not parts[0])
+            # Gymnasium leaves autoreset to vector envs, so most originals declare none.
+            undeclared = not parts[0] or (name == "autoreset" and not parts[1])
+            rows[f"{name} {part}".strip()] = SpaceResult(*texts, equal=texts[0] == texts[1] or undeclared)
     return rows
 
 
 def _describe(space: Any) -> dict[str, str]:
     """Returns texts of the properties of a space; none if it has no bounds."""
-    if isinstance(space, int):
-        return {"": f"{space:,} steps"}
+    if isinstance(space, int | str):
+        return {"": space if isinstance(space, str) else f"{space:,} steps"}
     if isinstance(children := getattr(space, "spaces", None), Mapping):
         return {
             f"{key} {part}": text for key, each in children.items() for part, text in _describe(each).items()

@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from jaxvec._ports.comparison import Case, LeafResult, SpaceResult
+from jaxvec._ports.port import Port, advance, is_done
 from jaxvec.callbacks._functions import reset, step
 
 
@@ -22,19 +23,14 @@ class Program:
     """The compiled comparison: a scan whose carry has the running episodes, and a tally for each leaf.
 
     Attributes:
-        port: The `Port`.
-        policy: Function `(key, obs, state) -> action` of one env.
         sent: Function that returns what workers get of a state, a dict from path to array.
         each_step: Whether the original is set to the port's state before each step.
-        num_envs: Number of envs.
-        num_steps: Number of steps of each env.
-        tolerances: Largest accepted errors, by path.
-        infos: Names of the declared infos.
-        progress: Whether to show the progress.
         mismatches: Differences of the structure, shapes and dtypes of results, found while tracing.
+
+    The others are arguments of `compare_port`.
     """
 
-    port: Any
+    port: Port
     policy: Callable[[jax.Array, Any, Any], Any]
     sent: Callable[[Any], dict[str, Any]]
     each_step: bool
@@ -56,7 +52,7 @@ class Program:
         for path in self.shared_paths(by_path(ours), theirs):
             case = jax.eval_shape(partial(self.case, 0, path), playing, action, ours, theirs)
             tallies[path] = {
-                **dict.fromkeys(("unequal", "different", "port", "original"), none),
+                **dict.fromkeys(("unequal", "different", "at_ends", "port", "original"), none),
                 "first": jnp.int32(_NEVER),
                 "error": jnp.float32(0),
                 "worst": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), case),
@@ -76,17 +72,9 @@ class Program:
 
     def step_port(self, playing: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
         """Returns the actions of all envs, the port's states after them, and its results."""
-
-        def one(key: Any, number: Any, obs: Any, state: Any) -> Any:
-            policy_key, step_key = step_keys(key, number)
-            action = self.policy(policy_key, obs, state)
-            return action, *self.port.step(step_key, state, action)
-
-        before = playing["state"]
-        action, after, results = jax.vmap(one)(playing["keys"], playing["time"], playing["obs"], before)
-        # A sum of weakly typed numbers may have another dtype than the state of the reset.
-        after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, before)
-        return action, after, results
+        keys = jax.vmap(step_keys)(playing["keys"], playing["time"])
+        action = jax.vmap(self.policy)(keys[:, 0], playing["obs"], playing["state"])
+        return action, *advance(self.port, keys[:, 1], playing["state"], action)
 
     def results_of(self, timestep: Any) -> dict[str, Any]:
         """Returns the original's results by path, named as those of the port."""
@@ -99,15 +87,15 @@ class Program:
         missing = [path for path in ours if path not in theirs and not path.startswith("info")]
         missing += [path for path in theirs if path not in ours and path not in _ENDS]
         for path in missing:
-            texts = ["none" if path not in results else "given" for results in (ours, theirs)]
-            self.mismatches[f"result {path}"] = SpaceResult(texts[0], texts[1], False)
+            texts = ["given" if path in results else "none" for results in (ours, theirs)]
+            self.mismatches[f"result {path}"] = SpaceResult(*texts, equal=False)
         paths = [path for path in ours if path in theirs]
         for path in list(paths):
-            for name in ("shape", "dtype"):
-                values = [getattr(results[path], name) for results in (ours, theirs)]
-                if values[0] != values[1]:
-                    texts = [str(value[1:] if name == "shape" else value) for value in values]
-                    self.mismatches[f"{name} of {path}"] = SpaceResult(texts[0], texts[1], False)
+            both = ours[path], theirs[path]
+            shapes, dtypes = [str(each.shape[1:]) for each in both], [str(each.dtype) for each in both]
+            for name, texts in (("shape", shapes), ("dtype", dtypes)):
+                if texts[0] != texts[1]:
+                    self.mismatches[f"{name} of {path}"] = SpaceResult(*texts, equal=False)
             if ours[path].shape != theirs[path].shape:
                 paths.remove(path)
         for prefix in self.tolerances:
@@ -125,9 +113,10 @@ class Program:
         asked = {"action": action, "step": time, "seed": seeds, "state": states}
         handle, timestep = step(handle, asked)
         theirs = self.results_of(timestep)
-        differs, counted = jnp.zeros(self.num_envs, bool), {}
+        ended, differs, counted = is_done(ours), jnp.zeros(self.num_envs, bool), {}
         for path, tally in tallies.items():
             different, counted[path] = self.count(path, tally, playing, action, ours, theirs)
+            counted[path]["at_ends"] = tally["at_ends"] + (different & ended).sum()
             differs |= different
         parted = differs & ~playing["parted"]
         counts = {
@@ -135,8 +124,7 @@ class Program:
             "parted": counts["parted"] + parted.sum(),
             "parted_steps": counts["parted_steps"] + jnp.where(parted, time, 0).sum(),
         }
-        ended = ours["done"] if "done" in ours else ours["terminated"] | ours["truncated"]
-        ended = ended.astype(bool) if self.each_step else ended.astype(bool) | theirs["done"] | differs
+        ended |= False if self.each_step else theirs["done"] | differs
         going = {"keys": playing["keys"], "state": after, "obs": ours["obs"]}
         playing = jax.lax.cond(
             ended.any(), lambda: select(ended, self.begin(root, number), going), lambda: going
@@ -198,6 +186,7 @@ class Program:
         return LeafResult(
             compared=self.num_envs * self.num_steps,
             different=int(tally["different"]),
+            at_ends=int(tally["at_ends"]),
             unequal=int(tally["unequal"]),
             tolerance=self.tolerance(path),
             max_error=float(tally["error"]),
@@ -258,10 +247,7 @@ def step_keys(key: jax.Array, number: Any) -> Any:
 
 
 def select(mask: jax.Array, new: Any, old: Any) -> Any:
-    def leaf(a: Any, b: Any) -> Any:
-        return jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(leaf, new, old)
+    return jax.vmap(lambda chosen, *both: jax.tree.map(partial(jnp.where, chosen), *both))(mask, new, old)
 
 
 def _errors(port: jax.Array, original: jax.Array) -> jax.Array:
@@ -278,7 +264,7 @@ def _errors(port: jax.Array, original: jax.Array) -> jax.Array:
     return error.reshape(len(error), -1).max(1, initial=0)
 
 
-def random_action(space: Any, key: jax.Array, obs: Any, state: Any) -> Any:
+def random_action(space: Any, key: jax.Array, *_: Any) -> Any:
     """Returns a random action of a space."""
     match space:
         case spaces.Discrete():

@@ -55,7 +55,18 @@ def set_state(env, state):
     cart.position, cart.speed, cart.steps = state["position"], state["speed"], int(state["steps"])
 
 
-def make_port(*, limit=LIMIT, bound=BOUND, sign=1, late=False, order="first", space_high=4.0, start=1):
+def make_port(
+    *,
+    limit=LIMIT,
+    bound=BOUND,
+    sign=1,
+    late=False,
+    order="first",
+    space_high=4.0,
+    start=1,
+    resets=False,
+    autoreset=None,
+):
     """Returns a port of `Cart`, which has the given mistakes."""
 
     def observe(position, speed):
@@ -77,11 +88,15 @@ def make_port(*, limit=LIMIT, bound=BOUND, sign=1, late=False, order="first", sp
         position = state["position"] + speed
         steps = state["steps"] + 1
         after = {"position": position, "speed": speed, "steps": steps, "last_reward": position}
+        obs, terminated, truncated = observe(position, speed), jnp.abs(position) > bound, steps >= limit
+        if resets:
+            ended = terminated | truncated
+            after, obs = jax.tree.map(partial(jnp.where, ended), reset(key), (after, obs))
         return after, {
-            "obs": observe(position, speed),
+            "obs": obs,
             "reward": state["last_reward"] if late else position,
-            "terminated": jnp.abs(position) > bound,
-            "truncated": steps >= limit,
+            "terminated": terminated,
+            "truncated": truncated,
             "info": {"steps": steps},
         }
 
@@ -91,7 +106,7 @@ def make_port(*, limit=LIMIT, bound=BOUND, sign=1, late=False, order="first", sp
             "weights": spaces.Box(-9, 9, (3,), np.float32),
         }
     )
-    return Port(reset, step, space, spaces.Discrete(3), limit)
+    return Port(reset, step, space, spaces.Discrete(3), limit, autoreset)
 
 
 compare = partial(
@@ -133,6 +148,7 @@ MISTAKES = {
     "bound": ({"bound": 2.5}, {"terminated"}),
     "declared bound": ({"space_high": 5.0}, {"observation space position high"}),
     "order of a sum": ({"order": "second"}, {"obs/weights"}),
+    "reset in a step": ({"resets": True}, {"obs/position", "obs/weights", "autoreset"}),
 }
 
 
@@ -162,6 +178,35 @@ def test_a_wrong_time_limit_is_named_with_its_step():
     assert leaf.first_step == LIMIT
     assert leaf.worst.step == LIMIT
     assert (bool(leaf.worst.port), bool(leaf.worst.original)) == (False, True)
+
+
+def test_a_port_that_resets_in_its_step_differs_only_at_ends():
+    result = compare(make_port(resets=True))
+    leaf = result.leaves["obs/position"]
+    assert leaf.at_ends == leaf.different > 0
+    assert "only ends" in str(result)
+    late = compare(make_port(late=True)).leaves["reward"]
+    assert late.at_ends < late.different
+
+
+@pytest.mark.parametrize(
+    ("ours", "wrapped", "found"),
+    [
+        ("SAME_STEP", True, ["autoreset"]),
+        ("NEXT_STEP", True, []),
+        ("SAME_STEP", False, []),  # a single env leaves autoreset to vector envs
+        (None, True, []),
+    ],
+)
+def test_autoreset_modes_are_compared(ours, wrapped, found):
+    def original():
+        return gymnasium.wrappers.Autoreset(make_cart()) if wrapped else make_cart()
+
+    result = compare(make_port(autoreset=ours), original=original)
+    assert result.differences == found
+    if ours is not None:
+        theirs = "NEXT_STEP" if wrapped else "not declared"
+        assert (result.spaces["autoreset"].port, result.spaces["autoreset"].original) == (ours, theirs)
 
 
 def test_a_sum_in_another_order_is_within_a_tolerance():
@@ -299,6 +344,48 @@ def test_the_envs_of_gymnax_are_ports():
     assert [name for name in result.differences if "space" not in name] == []
     ours, theirs = replay(port, "CartPole-v1", key=jax.random.key(0), step=3)
     assert ours["obs"].shape == theirs["obs"].shape
+
+
+def play(port, action, num_steps):
+    """Returns the results of the first episode, with the same action in each step."""
+    state, obs = jax.jit(port.reset)(jax.random.key(0))
+    step, results = jax.jit(port.step), [{"obs": obs}]
+    for number in range(num_steps):
+        state, last = step(jax.random.key(number), state, action)
+        results.append(last)
+        if last["terminated"] or last["truncated"]:
+            break
+    return results
+
+
+@pytest.mark.filterwarnings("ignore")  # of Brax's imports
+def test_the_envs_of_brax_are_ports():
+    brax = pytest.importorskip("brax.envs", reason="Brax is not installed: the group compat has it")
+    env = brax.create("inverted_pendulum", episode_length=3, auto_reset=False, backend="generalized")
+    wrapped = brax.create("inverted_pendulum", episode_length=3, backend="generalized")
+    port, of_wrapped = as_port(env), as_port(wrapped)
+    assert (port.max_episode_steps, port.autoreset, of_wrapped.autoreset) == (3, "DISABLED", "SAME_STEP")
+    state = jax.jit(env.reset)(jax.random.key(0))
+    for number, results in enumerate(play(of_wrapped, jnp.zeros(1), 5)):
+        np.testing.assert_array_equal(results["obs"], state.obs)
+        assert number == 0 or bool(results["truncated"]) == (number == 3)
+        state = jax.jit(env.step)(state, jnp.zeros(1))
+    assert number == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # of Jumanji's imports
+def test_the_envs_of_jumanji_are_ports():
+    jumanji = pytest.importorskip("jumanji", reason="Jumanji is not installed: pip install jumanji")
+    env = jumanji.make("Snake-v1")
+    port, of_wrapped = as_port(env), as_port(jumanji.wrappers.AutoResetWrapper(env))
+    assert (port.autoreset, of_wrapped.autoreset) == ("DISABLED", "SAME_STEP")
+    state, timestep = jax.jit(env.reset)(jax.random.key(0))
+    for results in play(of_wrapped, jnp.int32(1), 20):
+        np.testing.assert_array_equal(results["obs"].grid, timestep.observation.grid)
+        last = bool(timestep.last())
+        assert bool(results.get("terminated", False)) == last
+        state, timestep = jax.jit(env.step)(state, jnp.int32(1))
+    assert last
 
 
 def test_the_progress_is_shown_on_a_terminal(monkeypatch, capsys):
