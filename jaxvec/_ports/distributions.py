@@ -14,6 +14,7 @@ from scipy import stats
 
 from jaxvec._ports.comparison import table
 from jaxvec._ports.original import constructor
+from jaxvec._ports.port import Port, advance, as_port, is_done
 from jaxvec._ports.program import by_path, random_action, select
 from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
@@ -31,12 +32,14 @@ class SampleResult:
         p_value: Smallest p-value of these tests; 1 without any.
         element: Index of its element, flat.
         means: Means of this element in the port and in the original.
+        errors: Half-widths of the 95 % confidence intervals of these means.
     """
 
     tests: int
     p_value: float
     element: int
     means: tuple[float, float]
+    errors: tuple[float, float]
 
 
 @final
@@ -86,7 +89,8 @@ class Distributions:
         rows = [("variable", "tests", "smallest p", "", "mean of this element in port · original")]
         for name, each in self.samples.items():
             found = "different" if name in self.differences else ""
-            means = "{:.5g} · {:.5g}".format(*each.means)
+            pairs = zip(each.means, each.errors, strict=True)
+            means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
             rows.append((name, str(each.tests), f"{each.p_value:.2g}", found, means))
         heading = f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
         return f"{heading}\n\n{table(rows)}"
@@ -111,10 +115,11 @@ def compare_distributions(
     the observations after the numbers of steps in `probes` (or the last one before), the return and the
     length. A variable with up to 20 values is tested by a chi-squared test of its counts, others by the
     Kolmogorov-Smirnov test. Elements of observations are tested one by one, so a difference only in how they
-    depend on each other is not found.
+    depend on each other is not found. With a policy that was trained on the port, the means of `return` show
+    how it transfers to the original.
 
     Args:
-        port: A `Port`, without conversion.
+        port: A `Port`, or an env that `as_port` converts.
         original: A Gymnasium id, an `EnvSpec`, or a function that makes the Python env.
         policy: Function `(key, obs) -> action` of one env. By default, actions are random.
         num_episodes: Number of episodes on each side, rounded up to a multiple of `num_envs`.
@@ -143,42 +148,64 @@ def compare_distributions(
         print("length" in result.differences)  # False
         ```
     """
-    rounds = -(-num_episodes // num_envs)
-    keys = jax.random.split(jax.random.key(seed), 2 * rounds)
+    port, rounds = as_port(port), -(-num_episodes // num_envs)
     with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
-        if policy is None:
-            policy = partial(_random, envs.single_action_space)
-        act = jax.vmap(policy)
-        size = num_envs, max_steps, tuple(probes)
-        theirs = jax.jit(partial(_play, partial(_begin_original, envs), _step_original, act, size))
-        ours = jax.jit(
-            partial(_play, partial(_begin_port, port, num_envs), partial(_step_port, port), act, size)
-        )
-        samples = [
-            [play(key) for key in part] for play, part in ((ours, keys[:rounds]), (theirs, keys[rounds:]))
-        ]
-        both = [jax.tree.map(lambda *parts: np.concatenate(parts), *each) for each in samples]
-    names = [name for name in both[0] if name in both[1] and both[0][name].shape == both[1][name].shape]
-    results = {name: _test(both[0][name], both[1][name]) for name in names}
+        act = policy or partial(random_action, envs.single_action_space)
+        sides = _port_side(port, num_envs), _original_side(envs)
+
+        @jax.jit
+        def play(keys: jax.Array) -> list[Any]:
+            return [_play(*each, act, max_steps, probes, key) for each, key in zip(sides, keys, strict=True)]
+
+        keys = jax.random.split(jax.random.key(seed), (rounds, 2))
+        parts = [jax.device_get(play(pair)) for pair in keys]
+    ours, theirs = (
+        jax.tree.map(lambda *each: np.concatenate(each), *side) for side in zip(*parts, strict=True)
+    )
+    names = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
+    results = {name: _test(ours[name], theirs[name]) for name in names}
     threshold = alpha / max(1, sum(each.tests for each in results.values()))
     return Distributions(results, rounds * num_envs, alpha, threshold)
 
 
-def _random(space: Any, key: jax.Array, obs: Any) -> Any:
-    return random_action(space, key, obs, None)
+def _port_side(port: Port, num_envs: int) -> tuple[Any, Any]:
+    """Returns functions `key -> (env, obs)` and `(env, action, key) -> (env, obs, reward, done)`."""
+
+    def begin(key: jax.Array) -> Any:
+        return jax.vmap(port.reset)(jax.random.split(key, num_envs))
+
+    def move(state: Any, action: Any, key: jax.Array) -> Any:
+        state, results = advance(port, jax.random.split(key, num_envs), state, action)
+        return state, results["obs"], results["reward"], is_done(results)
+
+    return begin, move
 
 
-def _play(begin: Any, advance: Any, act: Any, size: tuple[int, int, tuple[int, ...]], key: jax.Array) -> Any:
+def _original_side(envs: Any) -> tuple[Any, Any]:
+    def begin(key: jax.Array) -> Any:
+        handle, timestep = reset(envs, seed=key)
+        return handle, timestep.obs
+
+    def move(handle: Any, action: Any, key: jax.Array) -> Any:
+        handle, timestep = step(handle, action)
+        return handle, timestep.obs, timestep.reward, timestep.done
+
+    return begin, move
+
+
+def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int], key: jax.Array) -> Any:
     """Returns the samples of an episode in each env."""
-    num_envs, max_steps, probes = size
     begin_key, key = jax.random.split(key)
-    env, obs = begin(begin_key)
+    env, first = begin(begin_key)
+    num_envs = len(jax.tree.leaves(first)[0])
     none = jnp.zeros(num_envs)
 
     def body(carry: Any) -> Any:
         env, obs, live, returns, length, number, seen = carry
         act_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        env, after, reward, done = advance(env, act(jax.random.split(act_key, num_envs), obs), step_key)
+        env, after, reward, done = move(
+            env, jax.vmap(act)(jax.random.split(act_key, num_envs), obs), step_key
+        )
         obs = select(live, after, obs)
         returns, length = returns + jnp.where(live, reward, 0), length + live
         seen = {at: select(jnp.full(num_envs, number == at), obs, old) for at, old in seen.items()}
@@ -187,32 +214,10 @@ def _play(begin: Any, advance: Any, act: Any, size: tuple[int, int, tuple[int, .
     def unfinished(carry: Any) -> Any:
         return carry[2].any() & (carry[5] <= max_steps) | (carry[5] <= max(probes, default=0))
 
-    carry = env, obs, none == 0, none, none, jnp.int32(1), dict.fromkeys(probes, obs)
-    _, _, _, returns, length, _, seen = jax.lax.while_loop(unfinished, body, carry)
-    observed = {"first obs": obs, **{f"obs after {at} steps": each for at, each in seen.items()}}
+    carry = env, first, none == 0, none, none, jnp.int32(1), dict.fromkeys(probes, first)
+    *_, returns, length, _, seen = jax.lax.while_loop(unfinished, body, carry)
+    observed = {"first obs": first, **{f"obs after {at} steps": each for at, each in seen.items()}}
     return {**by_path(observed), "return": returns, "length": length}
-
-
-def _begin_original(envs: Any, key: jax.Array) -> Any:
-    handle, timestep = reset(envs, seed=key)
-    return handle, timestep.obs
-
-
-def _step_original(handle: Any, action: Any, key: jax.Array) -> Any:
-    handle, timestep = step(handle, action)
-    return handle, timestep.obs, timestep.reward, timestep.done
-
-
-def _begin_port(port: Any, num_envs: int, key: jax.Array) -> Any:
-    return jax.vmap(port.reset)(jax.random.split(key, num_envs))
-
-
-def _step_port(port: Any, state: Any, action: Any, key: jax.Array) -> Any:
-    keys = jax.random.split(key, len(jax.tree.leaves(action)[0]))
-    after, results = jax.vmap(port.step)(keys, state, action)
-    after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
-    done = results["done"] if "done" in results else results["terminated"] | results["truncated"]
-    return after, results["obs"], results["reward"], done.astype(bool)
 
 
 def _test(ours: Any, theirs: Any) -> SampleResult:
@@ -223,8 +228,10 @@ def _test(ours: Any, theirs: Any) -> SampleResult:
     for element in np.flatnonzero(~constant):
         p_values[element] = _p_value(ours[:, element], theirs[:, element])
     least = int(p_values.argmin()) if p_values.size else 0
-    means = float(ours[:, least].mean()), float(theirs[:, least].mean())
-    return SampleResult(int((~constant).sum()), float(p_values[least]), least, means)
+    sides = ours[:, least], theirs[:, least]
+    means = float(sides[0].mean()), float(sides[1].mean())
+    errors = [1.96 * float(side.std()) / len(side) ** 0.5 for side in sides]
+    return SampleResult(int((~constant).sum()), float(p_values[least]), least, means, (errors[0], errors[1]))
 
 
 def _p_value(ours: Any, theirs: Any) -> float:

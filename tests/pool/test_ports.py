@@ -414,6 +414,22 @@ def test_equal_distributions_are_not_reported():
         "length",
     }
     assert "512 episodes on each side" in str(result)
+    for half_width in result.samples["first obs/position"].errors:  # of 512 draws between -1 and 1
+        assert half_width == pytest.approx(1.96 / (3 * 512) ** 0.5, rel=0.1)
+
+
+def test_a_policy_transfers_with_its_mean_return_on_both_sides():
+    def right(key, obs):
+        return jnp.int32(2)
+
+    port = make_port(limit=3, bound=99.0)
+    original = partial(make_cart, 2)
+    result = compare_distributions(port, original, policy=right, num_episodes=512, backend="serial")
+    length, returns = result.samples["length"], result.samples["return"]
+    assert (length.means, length.errors) == ((3, 2), (0, 0))
+    # From position x, the rewards are x + 0.25, x + 0.75 and x + 1.5, and x is between -1 and 1.
+    for mean, half_width, expected in zip(returns.means, returns.errors, (2.5, 1.0), strict=True):
+        assert mean == pytest.approx(expected, abs=2 * half_width)
 
 
 @pytest.mark.parametrize(
