@@ -13,68 +13,42 @@ Mode = Literal["one_step", "free_running"]
 
 @dataclass(frozen=True)
 class Case:
-    """The step with the largest error of a leaf.
+    """The step with the largest error of a leaf."""
 
-    Attributes:
-        step: Number of the step in its episode, from 1.
-        env: Index of the env.
-        key: Key data of the episode, uint32 array. The keys of its reset and steps derive from it.
-        state: The port's state before the step, as a dict from path to array.
-        action: Pytree of the action.
-        port: The leaf's value in the port.
-        original: The leaf's value in the original.
-    """
-
-    step: int
+    step: int  # number in its episode, from 1
     env: int
-    key: Any
-    state: dict[str, Any]
+    key: Any  # uint32 data of the episode's key, from which the keys of its reset and steps derive
+    state: dict[str, Any]  # the port's state before the step, from path to array
     action: Any
-    port: Any
+    port: Any  # value of the leaf in the port
     original: Any
 
 
 @dataclass(frozen=True)
 class LeafResult:
-    """How often a leaf of the results was different.
+    """How often a leaf of the results was different, in steps of single envs.
 
-    Attributes:
-        compared: Number of steps of single envs in which the leaf was compared.
-        different: Number of these with an error above the tolerance.
-        at_ends: Number of these in which the port's episode ended.
-        unequal: Number of compared steps with any error.
-        tolerance: Largest accepted error.
-        max_error: Largest error. Errors of floats are absolute for values of the original up to 1 in
-            magnitude, and relative above.
-        first_step: Smallest number of a step in an episode with an error above the tolerance; `None` without.
-        ones: For flags, the number of steps with True in the port and in the original; else `None`.
-        worst: The step with the largest error, `None` if all are equal.
+    Errors of floats are absolute for values of the original up to 1 in magnitude, and relative above.
     """
 
     compared: int
-    different: int
-    at_ends: int
-    unequal: int
+    different: int  # steps with an error above the tolerance
+    at_ends: int  # of these, steps that end an episode of the port
+    unequal: int  # steps with any error
     tolerance: float
     max_error: float
-    first_step: int | None = None
-    ones: tuple[int, int] | None = None
-    worst: Case | None = None
+    first_step: int | None = None  # smallest number in an episode of a different step
+    ones: tuple[int, int] | None = None  # of flags, steps with True in the port and in the original
+    worst: Case | None = None  # None if all are equal
 
 
 @dataclass(frozen=True)
 class SpaceResult:
-    """A property of the envs on both sides, such as the bounds of observations.
-
-    Attributes:
-        port: Text of the port's property, `"not declared"` if it has none.
-        original: Text of the original's property.
-        equal: Whether both are equal. True if one is not declared.
-    """
+    """Texts of a property of the envs on both sides, such as the bounds of observations."""
 
     port: str
     original: str
-    equal: bool
+    equal: bool  # also True if the port declares none
 
 
 @final

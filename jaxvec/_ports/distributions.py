@@ -25,21 +25,13 @@ _ROUNDING = 2e-6  # smallest distance of different values; relative above 1
 
 @dataclass(frozen=True)
 class SampleResult:
-    """The tests of a variable.
-
-    Attributes:
-        tests: Number of tests: one per element that is not the same constant on both sides.
-        p_value: Smallest p-value of these tests; 1 without any.
-        element: Index of its element, flat.
-        means: Means of this element in the port and in the original.
-        errors: Half-widths of the 95 % confidence intervals of these means.
-    """
+    """The tests of a variable: one per element that is not the same constant on both sides."""
 
     tests: int
-    p_value: float
-    element: int
-    means: tuple[float, float]
-    errors: tuple[float, float]
+    p_value: float  # the smallest; 1 without tests
+    element: int  # flat index of the element with this p-value
+    means: tuple[float, float]  # of this element in the port and in the original
+    errors: tuple[float, float]  # half-widths of the 95 % confidence intervals of these means
 
 
 @final

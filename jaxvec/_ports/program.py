@@ -20,25 +20,18 @@ from jaxvec.callbacks._functions import reset, step
 
 @dataclass
 class Program:
-    """The compiled comparison: a scan whose carry has the running episodes, and a tally for each leaf.
-
-    Attributes:
-        sent: Function that returns what workers get of a state, a dict from path to array.
-        each_step: Whether the original is set to the port's state before each step.
-        mismatches: Differences of the structure, shapes and dtypes of results, found while tracing.
-
-    The others are arguments of `compare_port`.
-    """
+    """The compiled comparison: a scan whose carry has the running episodes, and a tally for each leaf."""
 
     port: Port
     policy: Callable[[jax.Array, Any, Any], Any]
-    sent: Callable[[Any], dict[str, Any]]
-    each_step: bool
+    sent: Callable[[Any], dict[str, Any]]  # returns what workers get of a state, by path
+    each_step: bool  # whether the original is set to the port's state before each step
     num_envs: int
     num_steps: int
     tolerances: Mapping[str, float]
     infos: tuple[str, ...]
     progress: bool
+    # Differences of the structure, shapes and dtypes of results, found while tracing.
     mismatches: dict[str, SpaceResult] = field(default_factory=dict)
 
     def __call__(self, envs: Any, seed: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -90,14 +83,13 @@ class Program:
             texts = ["given" if path in results else "none" for results in (ours, theirs)]
             self.mismatches[f"result {path}"] = SpaceResult(*texts, equal=False)
         paths = [path for path in ours if path in theirs]
-        for path in list(paths):
+        for path in paths:
             both = ours[path], theirs[path]
             shapes, dtypes = [str(each.shape[1:]) for each in both], [str(each.dtype) for each in both]
             for name, texts in (("shape", shapes), ("dtype", dtypes)):
                 if texts[0] != texts[1]:
                     self.mismatches[f"{name} of {path}"] = SpaceResult(*texts, equal=False)
-            if ours[path].shape != theirs[path].shape:
-                paths.remove(path)
+        paths = [path for path in paths if ours[path].shape == theirs[path].shape]
         for prefix in self.tolerances:
             if not any(_is_below(path, prefix) for path in paths):
                 raise ValueError(
@@ -113,10 +105,9 @@ class Program:
         asked = {"action": action, "step": time, "seed": seeds, "state": states}
         handle, timestep = step(handle, asked)
         theirs = self.results_of(timestep)
-        ended, differs, counted = is_done(ours), jnp.zeros(self.num_envs, bool), {}
+        differs, counted = jnp.zeros(self.num_envs, bool), {}
         for path, tally in tallies.items():
             different, counted[path] = self.count(path, tally, playing, action, ours, theirs)
-            counted[path]["at_ends"] = tally["at_ends"] + (different & ended).sum()
             differs |= different
         parted = differs & ~playing["parted"]
         counts = {
@@ -124,7 +115,7 @@ class Program:
             "parted": counts["parted"] + parted.sum(),
             "parted_steps": counts["parted_steps"] + jnp.where(parted, time, 0).sum(),
         }
-        ended |= False if self.each_step else theirs["done"] | differs
+        ended = is_done(ours) | (False if self.each_step else theirs["done"] | differs)
         going = {"keys": playing["keys"], "state": after, "obs": ours["obs"]}
         playing = jax.lax.cond(
             ended.any(), lambda: select(ended, self.begin(root, number), going), lambda: going
@@ -149,6 +140,7 @@ class Program:
         counted = {
             "unequal": tally["unequal"] + (error > 0).sum(),
             "different": tally["different"] + different.sum(),
+            "at_ends": tally["at_ends"] + (different & is_done(ours)).sum(),
             "port": tally["port"] + (port.astype(bool).sum() if flags else 0),
             "original": tally["original"] + (original.sum() if flags else 0),
             "first": jnp.minimum(tally["first"], jnp.where(different, playing["time"], _NEVER).min()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 
 import gymnasium
@@ -376,8 +377,9 @@ def test_the_envs_of_brax_are_ports():
 @pytest.mark.filterwarnings("ignore")  # of Jumanji's imports
 def test_the_envs_of_jumanji_are_ports():
     jumanji = pytest.importorskip("jumanji", reason="Jumanji is not installed: pip install jumanji")
+    wrappers = importlib.import_module("jumanji.wrappers")
     env = jumanji.make("Snake-v1")
-    port, of_wrapped = as_port(env), as_port(jumanji.wrappers.AutoResetWrapper(env))
+    port, of_wrapped = as_port(env), as_port(wrappers.AutoResetWrapper(env))
     assert (port.autoreset, of_wrapped.autoreset) == ("DISABLED", "SAME_STEP")
     state, timestep = jax.jit(env.reset)(jax.random.key(0))
     for results in play(of_wrapped, jnp.int32(1), 20):
