@@ -181,6 +181,17 @@ def test_a_wrong_time_limit_is_named_with_its_step():
     assert (bool(leaf.worst.port), bool(leaf.worst.original)) == (False, True)
 
 
+def test_a_late_step_is_replayed_although_the_original_needs_a_reset():
+    def original():
+        return gymnasium.wrappers.OrderEnforcing(make_cart())
+
+    port = make_port(limit=LIMIT + 1)
+    result = compare(port, original=original)
+    names = {"port": port, "original": original, "set_state": set_state, "policy": None}
+    exec(result.replay("truncated"), names)
+    assert [bool(side["truncated"]) for side in names["results"]] == [False, True]
+
+
 def test_a_port_that_resets_in_its_step_differs_only_at_ends():
     result = compare(make_port(resets=True))
     leaf = result.leaves["obs/position"]
