@@ -1,9 +1,9 @@
 """Compares published JAX ports with their Python originals: `python -m benchmarks.ports`.
 
-It writes `docs/ports.json`, and the table `docs/ports.md`. Ports whose packages are not
-installed keep their earlier entries. `--page` only writes the table, and `--only NAME` compares one port.
+It writes `docs/ports.json`, and the tables in `docs/ports.md`. Ports whose packages are not
+installed keep their earlier entries. `--page` only writes the tables, and `--only NAME` makes one row.
 
-    pip install gymnax six minatar navix minigrid pgx open-spiel
+    pip install "gymnax>=1.0" six minatar navix minigrid pgx open-spiel scipy flax optax
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
+import jaxvec
 from jaxvec import Timeouts
-from jaxvec.ports import Port, as_port, compare_port
+from jaxvec.ports import Port, as_port, compare_distributions, compare_port
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RESULTS, PAGE = DOCS / "ports.json", DOCS / "ports.md"
@@ -33,10 +35,33 @@ _HEADING = """# Ports that were compared
 After this page you know how some JAX envs differ from the Python envs of which they are ports.
 `python -m benchmarks.ports` makes it anew. [Port an env to JAX](how-to/port_an_env.md) explains the modes.
 
+## Steps
+
 - Errors up to 1e-5 count as equal. They are relative for values above 1.
 - "Free running" means here that each episode starts from the resets of both sides.
 - A difference is counted in steps of single envs. Values in brackets are those of the port and of the
   original, in the step with the largest error.
+- The table says nothing about states that these actions did not reach.
+
+"""
+_LEVELS_HEADING = """
+## Random levels and transitions
+
+Seeds give other levels on each side, so episodes with random actions are compared by two-sample tests.
+A test finds a difference if its p-value is at most the threshold: 1 % divided by the number of tests.
+Means are those of the port and of the original, with 95 % intervals, for the element with the smallest
+p-value. Elements are counted in the flat array.
+
+"""
+_TRANSFERS_HEADING = """
+## Policies
+
+A policy is trained on the port by PPO, and then plays on both sides in one program. Mean returns are those
+of the port and of the original, with 95 % intervals, and p is that of the test of returns.
+
+"""
+_SPEED_HEADING = """
+## Speed
 
 """
 
@@ -129,11 +154,38 @@ class _Grid(gymnasium.ObservationWrapper):
         from minigrid.wrappers import FullyObsWrapper
 
         super().__init__(FullyObsWrapper(gymnasium.make(name, disable_env_checker=True)))
+        game: Any = self.unwrapped
+        game.gen_obs = dict  # the agent's view, which is slow and not used
         image = self.env.observation_space["image"]
         self.observation_space = spaces.Box(0, 255, (image.shape[1], image.shape[0], 3), np.uint8)
 
     def observation(self, observation: Any) -> Any:
         return observation["image"].transpose(1, 0, 2)
+
+
+def _door_key_state(timestep: Any) -> Any:
+    return {"time": timestep.t, "grid": timestep.state.grid, **timestep.state.entities}
+
+
+def _set_door_key(env: Any, state: Any) -> None:
+    from minigrid.core.grid import Grid
+    from minigrid.core.world_object import Door, Goal, Key, Wall
+
+    game, (height, width) = env.unwrapped, state["grid"].shape
+    game.grid = Grid(width, height)
+    has_key, opened = int(state["player/pocket"][0]) == int(state["key/id"][0]), bool(state["door/open"][0])
+    wall = Wall()
+    for row, column in (*np.argwhere(state["grid"] == -1), *state["wall/position"]):
+        game.grid.set(int(column), int(row), wall)
+    locked = int(state["door/requires"][0]) != -1
+    things = {"door": Door("yellow", is_open=opened, is_locked=locked), "goal": Goal()}
+    for name, thing in {**things, **({} if has_key else {"key": Key("yellow")})}.items():
+        row, column = state[f"{name}/position"][0].tolist()
+        game.grid.set(column, row, thing)
+    row, column = state["player/position"][0].tolist()
+    game.agent_pos, game.agent_dir = (column, row), int(state["player/direction"][0])
+    game.carrying = Key("yellow") if has_key else None
+    game.step_count = int(state["time"])
 
 
 # --- Board games: OpenSpiel's boards as in Pgx, and the legal actions -----------------------------------
@@ -301,6 +353,47 @@ PAIRS = [
         lambda: _Grid("MiniGrid-DistShift1-v0"),
         _FREE,
     ),
+    Pair(
+        "MiniGrid DoorKey 6x6",
+        ("navix", "minigrid"),
+        _navix("Navix-DoorKey-Random-6x6-v0"),
+        lambda: _Grid("MiniGrid-DoorKey-6x6-v0"),
+        {"set_state": _set_door_key, "select_state": _door_key_state},
+    ),
+]
+LEVELS = [
+    Pair(
+        "Levels of MiniGrid Empty Random 6x6",
+        ("navix", "minigrid"),
+        _navix("Navix-Empty-Random-6x6-v0"),
+        lambda: _Grid("MiniGrid-Empty-Random-6x6-v0"),
+        {"max_steps": 100},
+    ),
+    Pair(
+        "Levels of MiniGrid DoorKey 6x6",
+        ("navix", "minigrid"),
+        _navix("Navix-DoorKey-Random-6x6-v0"),
+        lambda: _Grid("MiniGrid-DoorKey-6x6-v0"),
+        {"max_steps": 100},
+    ),
+    Pair(
+        "MinAtar Asterix",
+        ("gymnax", "minatar"),
+        _gymnax("Asterix-MinAtar"),
+        _minatar("asterix"),
+        {"max_steps": 1000},
+    ),
+]
+TRANSFERS = [
+    Pair("CartPole", _CLASSIC, _gymnax("CartPole-v1"), "CartPole-v1", {"max_steps": 500}),
+    Pair("Acrobot", _CLASSIC, _gymnax("Acrobot-v1"), "Acrobot-v1", {"max_steps": 500}),
+    Pair(
+        "MinAtar Breakout",
+        ("gymnax", "minatar"),
+        _gymnax("Breakout-MinAtar"),
+        _minatar("breakout"),
+        {"max_steps": 1000},
+    ),
 ]
 
 
@@ -329,7 +422,7 @@ def compare(pair: Pair, num_envs: int, num_steps: int) -> dict[str, Any]:
             "max_error": each.max_error,
             "first_step": each.first_step,
             "ones": each.ones,
-            "values": worst and [_text(worst.port), _text(worst.original)],
+            "values": worst and _values(worst.port, worst.original),
             "step": worst and worst.step,
         }
     return {
@@ -338,7 +431,7 @@ def compare(pair: Pair, num_envs: int, num_steps: int) -> dict[str, Any]:
         "envs": num_envs,
         "episodes": result.episodes,
         "parted": result.parted,
-        "versions": [f"{name} {importlib.metadata.version(name)}" for name in pair.packages],
+        "versions": _versions(pair),
         "leaves": leaves,
         "properties": {
             name: [each.port, each.original] for name, each in result.spaces.items() if not each.equal
@@ -347,11 +440,93 @@ def compare(pair: Pair, num_envs: int, num_steps: int) -> dict[str, Any]:
     }
 
 
+def compare_levels(pair: Pair, num_episodes: int, **options: Any) -> dict[str, Any]:
+    """Returns the entry of a pair whose episodes are compared by two-sample tests."""
+    result = compare_distributions(
+        pair.port(),
+        pair.original,
+        num_episodes=num_episodes,
+        num_workers=2,
+        timeouts=Timeouts(start=300),
+        **pair.options,
+        **options,
+    )
+    print(f"== {pair.name}\n{result}", flush=True)
+    return {
+        "episodes": result.num_episodes,
+        "threshold": result.threshold,
+        "versions": _versions(pair),
+        "differences": result.differences,
+        "samples": {name: asdict(each) for name, each in result.samples.items()},
+    }
+
+
+def compare_transfer(pair: Pair, total_steps: int, num_episodes: int) -> dict[str, Any]:
+    """Returns the entry of a pair on which a policy of the port plays."""
+    from benchmarks.port_policies import train
+    from jaxvec.examples.ppo import Config
+
+    env = gymnasium.make(pair.original) if isinstance(pair.original, str) else pair.original()
+    policy = train(pair.port(), env.action_space, Config(total_steps=total_steps))
+    entry = compare_levels(pair, num_episodes, policy=policy, probes=())
+    return entry | {"trained_steps": total_steps}
+
+
+def measure_speed(rounds: int = 3, num_envs: int = 256, num_steps: int = 400) -> dict[str, Any]:
+    """Returns CPU times in microseconds per env step, of a comparison and of plain steps, taken in turns.
+
+    All runs in this process. Unlike the wall time, its CPU time depends little on what else runs.
+    """
+    pair = PAIRS[0]
+    port, options = pair.port(), pair.options | {"policy": None}
+    sizes: dict[str, Any] = {"num_envs": num_envs, "backend": "serial"}
+
+    def compared(steps: int) -> float:
+        start = time.process_time()
+        compare_port(port, pair.original, num_steps=steps, progress=False, **options, **sizes)
+        return time.process_time() - start
+
+    def stepped() -> float:
+        with jaxvec.make(pair.original, **sizes) as envs:
+
+            def body(handle: Any, key: Any) -> Any:
+                handle, timestep = jaxvec.step(handle, jax.random.randint(key, (num_envs,), 0, 2))
+                return handle, timestep.reward.sum()
+
+            handle, _ = jaxvec.reset(envs, seed=0)
+            keys = jax.random.split(jax.random.key(0), num_steps)
+            run = jax.jit(partial(jax.lax.scan, body)).lower(handle, keys).compile()
+            start = time.process_time()
+            jax.block_until_ready(run(handle, keys))
+            return time.process_time() - start
+
+    times = {"comparison": [], "plain steps": []}
+    for _ in range(rounds):
+        # The difference of a long and a short comparison is without imports and compilation.
+        times["comparison"].append(compared(num_steps + 50) - compared(50))
+        times["plain steps"].append(stepped())
+        print(times, flush=True)
+    count = num_envs * num_steps / 1e6
+    medians = {name: float(np.median(each)) / count for name, each in times.items()}
+    return {"envs": num_envs, "rounds": rounds, "versions": _versions(pair), "cpu": medians}
+
+
+def _versions(pair: Pair) -> list[str]:
+    return [f"{name} {importlib.metadata.version(name)}" for name in pair.packages]
+
+
+def _values(port: Any, original: Any) -> list[str]:
+    """Returns texts of both sides; of a large array, one of the elements with the largest error."""
+    ours, theirs = np.asarray(port), np.asarray(original)
+    if ours.size <= 4:
+        return [_text(ours), _text(theirs)]
+    place = np.unravel_index(np.argmax(np.abs(ours.astype(float) - theirs.astype(float))), ours.shape)
+    return [f"{[int(each) for each in place]}: {_text(ours[place])}", _text(theirs[place])]
+
+
 def _text(value: Any) -> str:
     array = np.asarray(value)
-    return (
-        f"{array.item():.7g}" if array.ndim == 0 else np.array2string(array.ravel(), threshold=8, precision=7)
-    )
+    return f"{array.item():.7g}" if array.ndim == 0 else np.array2string(array.ravel(), precision=7)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -363,17 +538,72 @@ def table(results: dict[str, Any]) -> str:
     for name, each in results.items():
         found = [
             f"`{path}`: {leaf['different']:,} steps, from step {leaf['first_step']} of an episode"
-            + (f" ({' · '.join(leaf['values'])})" if len("".join(leaf["values"])) < 40 else "")
+            + f" ({' · '.join(leaf['values'])})"
             for path, leaf in each["leaves"].items()
             if leaf["different"]
         ]
-        largest = max(leaf["max_error"] for leaf in each["leaves"].values() if not leaf["different"])
+        equal = [leaf["max_error"] for leaf in each["leaves"].values() if not leaf["different"]]
+        largest = max(equal, default=0)
         equal = "none" if largest == 0 else f"none (largest error {largest:.2g})"
         properties = [f"{part}: {ours} · {theirs}" for part, (ours, theirs) in each["properties"].items()]
         mode = each["mode"].replace("_", " ")
         cells = name, " · ".join(each["versions"]), mode, f"{each['steps']:,}"
         lines.append(f"| {' | '.join(cells)} | {'<br>'.join(found) or equal} | {'<br>'.join(properties)} |")
     return "\n".join(lines) + "\n"
+
+
+def levels_table(results: dict[str, Any]) -> str:
+    """Returns the table of two-sample tests as Markdown."""
+    lines = [
+        "| env | port · original | samples per side | tests | threshold | smallest p | different variables |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for name, each in results.items():
+        samples = each["samples"]
+        found = [
+            f"`{path}`, element {samples[path]['element']}: {_means(samples[path])}"
+            for path in each["differences"]
+        ] or ["none"]
+        tests = sum(sample["tests"] for sample in samples.values())
+        least = min(sample["p_value"] for sample in samples.values())
+        cells = name, " · ".join(each["versions"]), f"{each['episodes']:,} episodes", str(tests)
+        numbers = f"{each['threshold']:.2g} | {f'{least:.2g}' if least else '< 1e-300'}"
+        lines.append(f"| {' | '.join(cells)} | {numbers} | {'<br>'.join(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def transfers_table(results: dict[str, Any]) -> str:
+    """Returns the table of policies as Markdown."""
+    lines = [
+        "| env | port · original | trained for | episodes per side | mean return | p | threshold |",
+        "| --- | --- | ---: | ---: | --- | ---: | ---: |",
+    ]
+    for name, each in results.items():
+        returns = each["samples"]["return"]
+        cells = (
+            name,
+            " · ".join(each["versions"]),
+            f"{each['trained_steps']:,} steps",
+            f"{each['episodes']:,}",
+        )
+        numbers = f"{returns['p_value']:.2g} | {each['threshold']:.2g}"
+        lines.append(f"| {' | '.join(cells)} | {_means(returns)} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
+def _means(sample: dict[str, Any]) -> str:
+    pairs = zip(sample["means"], sample["errors"], strict=True)
+    return " · ".join(f"{mean:.4g} ± {error:.2g}" for mean, error in pairs)
+
+
+def speed_text(result: dict[str, Any]) -> str:
+    """Returns the times as a paragraph."""
+    comparison, plain = result["cpu"]["comparison"], result["cpu"]["plain steps"]
+    return (
+        f"With {result['envs']} CartPoles in one process, an env step took {comparison:.0f} µs of CPU time\n"
+        f"in one-step mode, and {plain:.0f} µs by `jaxvec.step` without a comparison. So a comparison has\n"
+        f"{plain / comparison:.2f} of that rate (medians of {result['rounds']} rounds in turns).\n"
+    )
 
 
 def _read() -> dict[str, Any]:
@@ -383,21 +613,43 @@ def _read() -> dict[str, Any]:
 def main() -> None:
     """Compares the ports and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="NAME", help="compare only this port")
-    parser.add_argument("--page", action="store_true", help="only write the table")
+    only = 'make only the row of this port, or "Speed"; may be repeated'
+    parser.add_argument("--only", metavar="NAME", action="append", help=only)
+    parser.add_argument("--page", action="store_true", help="only write the tables")
     parser.add_argument("--num-envs", type=int, default=100)
     parser.add_argument("--num-steps", type=int, default=10_000)
+    parser.add_argument("--num-episodes", type=int, default=8192, help="of two-sample tests")
+    parser.add_argument("--total-steps", type=int, default=1_000_000, help="of training on a port")
     args = parser.parse_args()
-    for pair in [] if args.page else PAIRS:
-        if args.only in (None, pair.name):
+    rows: dict[str, Callable[[], Any]] = {
+        **{each.name: partial(compare, each, args.num_envs, args.num_steps) for each in PAIRS},
+        **{each.name: partial(compare_levels, each, args.num_episodes) for each in LEVELS},
+        **{
+            f"Policy on {each.name}": partial(
+                compare_transfer, each, args.total_steps, args.num_episodes // 8
+            )
+            for each in TRANSFERS
+        },
+        "Speed": measure_speed,
+    }
+    for name, make in {} if args.page else rows.items():
+        if args.only is None or name in args.only:
             try:
-                entry = compare(pair, args.num_envs, args.num_steps)
+                entry = make()
             except ImportError as error:
-                print(f"{pair.name}: {error}")
+                print(f"{name}: {error}")
                 continue
-            RESULTS.write_text(json.dumps(_read() | {pair.name: entry}, indent=1) + "\n")
+            RESULTS.write_text(json.dumps(_read() | {name: entry}, indent=1) + "\n")
     old = _read()
-    PAGE.write_text(_HEADING + table({pair.name: old[pair.name] for pair in PAIRS if pair.name in old}))
+    PAGE.write_text(
+        _HEADING
+        + table({name: old[name] for name in rows if "leaves" in old.get(name, {})})
+        + _LEVELS_HEADING
+        + levels_table({each.name: old[each.name] for each in LEVELS if each.name in old})
+        + _TRANSFERS_HEADING
+        + transfers_table({name[10:]: old[name] for name in rows if "trained_steps" in old.get(name, {})})
+        + (_SPEED_HEADING + speed_text(old["Speed"]) if "Speed" in old else "")
+    )
 
 
 if __name__ == "__main__":
