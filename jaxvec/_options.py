@@ -338,8 +338,8 @@ class Timeouts:
     Attributes:
         start: Limit for the start of a worker with its first env, and for each further env that it builds;
             also for a worker that replaces another.
-        reset: Limit for a reset.
-        step: Limit for a step.
+        reset: Limit for the reset of each env. A worker resets and steps its envs one after another.
+        step: Limit for the step of each env.
 
     Example:
         ```python

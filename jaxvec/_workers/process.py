@@ -177,6 +177,7 @@ class ProcessWorkers(WorkerGroup):
             self._kind, marks, slices=self._partition, channels=channels, spin_ns=spin_ns
         )
         self._arrays = arrays
+        self._running = arrays["running",][:, 0].copy()  # at the last look; guarded by `polling`
         if not self._launcher.at_sockets:
             self.supervisor.notify_worker = self._dispatch.notify_worker
         return arrays
@@ -193,12 +194,13 @@ class ProcessWorkers(WorkerGroup):
         return self._dispatch.any_resetting(slots)
 
     def wait(self, slots: NDArray[Any], count: int, limits: WaitLimits) -> None:
-        supervisor, dispatch = self.supervisor, self._dispatch
+        supervisor, dispatch, arrays = self.supervisor, self._dispatch, self._arrays
         while True:
             seconds = min(supervisor.time_left(limits), DEATH_CHECK_INTERVAL)
             if dispatch.wait(slots, count, seconds):
                 break
             with supervisor.polling():
+                self._note_progress(arrays)
                 try:
                     received = supervisor.poll(dispatch.start_poll(slots, count, seconds), limits)
                 except (EnvError, WorkerDiedError) as error:
@@ -208,8 +210,7 @@ class ProcessWorkers(WorkerGroup):
                 # before it wakes the parent. After a message, look again first: a recovery extends the time.
                 timed_out = not received and supervisor.time_left(limits) <= 0
                 if timed_out and not dispatch.enough_completed(slots, count):
-                    late, unfinished = self._find_culprits(slots)
-                    supervisor.time_out(limits, late, unfinished)
+                    limits = self._time_out(slots, limits)
         if self._objects_in:
             self._get_objects(slots, limits.timeout)
 
@@ -270,12 +271,36 @@ class ProcessWorkers(WorkerGroup):
     def kill(self) -> None:
         self.supervisor.kill()
 
-    def _find_culprits(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
-        """Returns the workers that delay `slots`, and all unfinished slots of these workers."""
-        late, unfinished = self._late(slots)
+    def _note_progress(self, arrays: Arrays) -> None:
+        """Notes the workers that have come to another env, because `Timeouts` limit each env.
+
+        It looks from time to time, so a worker that hangs may have the time between two looks in addition.
+        """
+        if self._spec.first_ready:  # each env has a time of completion, as the workers post each at once
+            for worker, (first, stop) in enumerate(self._slices):
+                last = int(arrays["completed_at",][first:stop].max())
+                self.supervisor.progress_at[worker] = last / 1e9
+            return
+        running = arrays["running",][:, 0]
+        changed = np.flatnonzero(running != self._running).tolist()
+        self.supervisor.progress_at.update(dict.fromkeys(changed, time.monotonic()))
+        self._running = running.copy()
+
+    def _time_out(self, slots: NDArray[Any], limits: WaitLimits) -> WaitLimits:
+        """Raises, or replaces the workers that delay `slots`, if one of their envs exceeds its limit.
+
+        Returns the limits for the rest of the wait.
+        """
+        supervisor = self.supervisor
+        working, unfinished = self._late(slots)
+        late = [worker for worker in working if supervisor.time_left(limits, worker) <= 0]
+        if not late:
+            times = [supervisor.progress_at[worker] for worker in working]
+            return replace(limits, start=min(times, default=limits.start), waited=0)
         # Slots of other workers may have been dispatched a moment ago, in first-ready mode.
-        worker_of = self.supervisor.diagnosis.worker_of
-        return late, [slot for slot in unfinished if worker_of(slot) in late]
+        worker_of = supervisor.diagnosis.worker_of
+        supervisor.time_out(limits, late, [slot for slot in unfinished if worker_of(slot) in late])
+        return limits
 
     def _late(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
         """Returns the workers with unfinished slots among `slots`, and all unfinished slots of the pool."""

@@ -118,7 +118,7 @@ class Supervisor:
         # Every timeout counts from here, in time.monotonic() seconds, if its operation is older: the time of
         # a recovery is not charged to other operations. Guarded by `polling`.
         self._grace = -math.inf
-        self._built_at: dict[int, float] = {}  # likewise, of a worker's last built env
+        self.progress_at: dict[int, float] = {}  # likewise, when a worker has built or completed an env
         self.diagnosis = Diagnosis(recipe.slices, self._processes, recovers=budget.policy is not None)
         self._segment = -1
         self._buffers = LargeBuffers()  # of the constructors
@@ -316,8 +316,8 @@ class Supervisor:
         return min(time_left(self._late(limits, worker)), time_left(limits.give_up))
 
     def _late(self, limits: WaitLimits, worker: int | None) -> float | None:
-        built_at = -math.inf if worker is None else self._built_at.get(worker, -math.inf)
-        return limits.late(max(self._grace, built_at))
+        progress_at = -math.inf if worker is None else self.progress_at.get(worker, -math.inf)
+        return limits.late(max(self._grace, progress_at))
 
     def polling(self) -> AbstractContextManager[None]:
         """Holds the lock under which a thread may call `poll`, `time_out` and `replace`."""
@@ -539,7 +539,7 @@ class Supervisor:
     def _note_built(self, worker: int, message: protocol.Built) -> None:
         """Gives a starting worker all of `Timeouts.start` for its next env."""
         self.diagnosis.built[worker] = message.count, message.total
-        self._built_at[worker] = time.monotonic()
+        self.progress_at[worker] = time.monotonic()
         if worker in self.starting:
             self._extend_start(worker)
 

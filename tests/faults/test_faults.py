@@ -491,6 +491,25 @@ def test_after_a_timeout_no_row_of_the_slow_env_is_taken(drive, where, tmp_path)
     assert_broken(driver, caught.value)
 
 
+def test_the_limit_of_a_reset_or_step_counts_for_each_env(drive):
+    class Slow(CountingEnv):
+        def reset(self, **kwargs):
+            threading.Event().wait(1.5)
+            return super().reset(**kwargs)
+
+        def step(self, action):
+            if action == 7:
+                signal.pause()
+            threading.Event().wait(1.5)
+            return super().step(action)
+
+    driver = drive(Slow, num_workers=1, reset_timeout=4.0, step_timeout=4.0)
+    driver.reset()
+    driver.step(0)
+    with pytest.raises(jaxvec.EnvTimeoutError, match=r"step timed out after 4.0 s\. Still running: env \d"):
+        driver.step(7)
+
+
 @in_halves
 def test_a_reset_has_its_own_time_also_where_recv_waits_for_it(drive):
     driver = drive(failing("reset", signal.pause, victim=1), reset_timeout=2.0, step_timeout=0.5)
