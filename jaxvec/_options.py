@@ -218,7 +218,8 @@ class Workers:
             register envs or set global options. A parameter `worker_id` gets its index. `Timeouts(start=...)`
             includes it.
         preload: Modules that the helper process imports before it forks, such as `("ale_py",)`. Use it for
-            modules that are slow to import and that every env needs.
+            modules that are slow to import and that every env needs. Without a helper process, it has no
+            effect, and `make` logs a warning.
         pin: Whether to bind each worker, with the threads of its envs, to its own core. Needs Linux.
         python: Path of another Python interpreter that runs the workers, for envs that can't be installed
             beside JAX, such as `".venv-old/bin/python"`. It needs NumPy and the packages of the envs. Ids,

@@ -74,6 +74,9 @@ class LocalLauncher(Launcher):
         self._config = config
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config) if forks else Spawner(config)
+        if config.workers.preload and not forks:
+            modules, reason = list(config.workers.preload), fork.reason_unavailable()
+            _logger.warning("preload=%s has no effect: workers can't be forked here: %s", modules, reason)
         self._latest: dict[int, tuple[Process, Channel]] = {}  # by worker
         self._output = Output()
         if config.workers.output == "file":

@@ -356,12 +356,18 @@ def test_bad_arguments_are_named(options, error, said):
         jaxvec.make(CountingEnv, 2, backend="serial", workers=jaxvec.Workers(**options))
 
 
-def test_without_pidfds_workers_are_interpreters(make, monkeypatch):
+def test_without_pidfds_workers_are_interpreters(make, monkeypatch, caplog):
     def refuse(pid):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     assert ask(make, "os.getppid()", "auto") == [os.getpid()]
+    assert not caplog.records
+    assert ask(make, "os.getppid()", "auto", preload="colorsys") == [os.getpid()]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "preload=['colorsys'] has no effect" in record.message
+    assert "the system has no pidfds" in record.message
     with pytest.raises(RuntimeError, match="not possible here: the system has no pidfds: .*not implemented"):
         make(CountingEnv, 1, workers=jaxvec.Workers(start_method="forkserver"))
 
