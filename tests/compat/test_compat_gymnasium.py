@@ -49,6 +49,24 @@ def face(request):
         envs.close(**({} if request.param == "sync" else {"terminate": True}))
 
 
+class Duck:
+    """An object with the methods of an env that is no `gymnasium.Env`."""
+
+    def __init__(self):
+        self.env = CountingEnv()
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR:UserWarning")
+def test_an_object_that_is_no_gymnasium_env_is_refused(face):
+    with closing(gymnasium.vector.SyncVectorEnv([Duck])) as theirs:
+        assert theirs.reset()[0].shape == (1, *CountingEnv().observation_space.shape)
+    with pytest.raises(TypeError, match=r"expected a gymnasium\.Env, got Duck"):
+        face([Duck])
+
+
 class InfoEnv(CountingEnv):
     """Returns infos of many kinds, in some steps, for some envs."""
 
