@@ -121,6 +121,25 @@ def test_states_share_what_cannot_change(make):
     np.testing.assert_array_equal(envs.step([4, 3, 2, 1]).reward, expected.reward[::-1])
 
 
+def test_states_are_exact_where_results_show_a_shared_array(make):
+    class Showing(Looking):
+        def step(self, action):
+            reward = super().step(action)[1]
+            return self.table[action : action + 1], reward, False, False, {"table": self.table.T}
+
+    mine = np.arange(2 << 20, dtype=np.float64)
+    mine.flags.writeable = False
+    envs = make(lambda: Showing(mine), 2, num_workers=2, states=4)
+    envs.reset()
+    saved = envs.save()
+    expected = envs.step([7, 8])
+    for again in saved, envs.unpack_states(envs.pack_states(saved)):
+        envs.restore(again[::-1])  # of the other worker
+        np.testing.assert_array_equal(envs.step([8, 7]).obs, expected.obs[::-1])
+        assert not any(envs.get_attr("table.flags.writeable"))
+        np.testing.assert_array_equal(envs.infos()[0]["table"], mine)
+
+
 def test_states_share_a_file_that_is_mapped_to_be_read(make, tmp_path):
     np.save(tmp_path / "table.npy", table()[:1000])
     envs = make(lambda: Looking(np.load(tmp_path / "table.npy", mmap_mode="r")), 2, num_workers=2, states=4)

@@ -182,7 +182,7 @@ def save_array(saver: Saver, value: Any) -> Any:
     if type(value) not in _ARRAY_CLASSES:
         raise CannotCopy(f"it is a {type(value).__qualname__}, which may hold more than an array")
     if value.base is not None:
-        if _is_constant(value):
+        if is_constant(value):
             return value
         node = _save_part(saver, value)
     elif value.dtype.hasobject:
@@ -245,12 +245,14 @@ CData: Any = ctypes.c_int.__mro__[-2]  # the base of all objects of ctypes, whic
 BUFFERS = (bytearray, array.array, CData)
 
 
-def _is_constant(value: Any) -> bool:
-    """Returns whether an array can't change, because its memory is mapped to be read."""
+def is_constant(value: Any) -> bool:
+    """Returns whether an array can't change: its memory is of `bytes`, or mapped to be read."""
     owner = owner_of(value)
     if type(owner) is np.memmap:
         return owner.mode == "r"
     base = owner.base
+    if isinstance(base, bytes):
+        return True
     return isinstance(base, memoryview) and base.readonly and isinstance(base.obj, mmap.mmap)
 
 

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from cloudpickle import cloudpickle
 
+from jaxvec._extensions.states.snapshots.arrays import is_constant
 from jaxvec._util import Pickler
 
 _ids: Any = cloudpickle  # its registry of classes that were pickled by value has no public names
@@ -58,6 +59,18 @@ def _map_file(
     return np.ndarray.__new__(np.memmap, shape, dtype, whole, start, strides)
 
 
+def _reduce_constant(value: Any) -> Any:
+    """Pickles an array in memory that can't change so that it is in such memory again."""
+    array: Any = value if value.flags.forc else np.array(value)
+    order = "C" if array.flags.c_contiguous else "F"
+    array.flags.writeable = False
+    return _constant, (pickle.PickleBuffer(array), value.dtype, value.shape, order)
+
+
+def _constant(buffer: bytes, dtype: Any, shape: Any, order: Any) -> Any:
+    return np.ndarray(shape, dtype, buffer, order=order)
+
+
 def size_of(value: Any) -> int:
     """Returns the size of the pickle of a value, without read-only arrays, which values may share."""
     buffer, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
@@ -87,6 +100,8 @@ class _StatePickler(Pickler):
         kind: type = type(obj)
         if kind is np.memmap and obj.mode == "r":
             return _reduce_memmap(obj)
+        if kind is np.ndarray and obj.base is not None and is_constant(obj):
+            return _reduce_constant(obj)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:  # by reference: it can be imported
             return reduced
