@@ -42,6 +42,7 @@ After this page you know how some JAX envs differ from the Python envs of which 
 - A difference is counted in steps of single envs. Values in brackets are those of the port and of the
   original, in the step with the largest error.
 - The table says nothing about states that these actions did not reach.
+- A cell of MiniGrid holds one object. Where Navix has a key on another object, MiniGrid got only the key.
 
 """
 _LEVELS_HEADING = """
@@ -178,10 +179,11 @@ def _set_door_key(env: Any, state: Any) -> None:
     for row, column in (*np.argwhere(state["grid"] == -1), *state["wall/position"]):
         game.grid.set(int(column), int(row), wall)
     locked = int(state["door/requires"][0]) != -1
-    things = {"door": Door("yellow", is_open=opened, is_locked=locked), "goal": Goal()}
-    for name, thing in {**things, **({} if has_key else {"key": Key("yellow")})}.items():
+    things = {"door": Door("yellow", is_open=opened, is_locked=locked), "goal": Goal(), "key": Key("yellow")}
+    for name, thing in things.items():
         row, column = state[f"{name}/position"][0].tolist()
-        game.grid.set(column, row, thing)
+        if column >= 0:  # else it is not on the grid; a key that was dropped also remains in the pocket
+            game.grid.set(column, row, thing)
     row, column = state["player/position"][0].tolist()
     game.agent_pos, game.agent_dir = (column, row), int(state["player/direction"][0])
     game.carrying = Key("yellow") if has_key else None
