@@ -197,13 +197,13 @@ class ProcessWorkers(WorkerGroup):
         return self._dispatch.any_resetting(slots)
 
     def wait(self, slots: NDArray[Any], count: int, limits: WaitLimits) -> None:
-        supervisor, dispatch, arrays = self.supervisor, self._dispatch, self._arrays
+        supervisor, dispatch = self.supervisor, self._dispatch
         while True:
             seconds = min(supervisor.time_left(limits), DEATH_CHECK_INTERVAL)
             if dispatch.wait(slots, count, seconds):
                 break
             with supervisor.polling():
-                self._note_progress(arrays)
+                self._note_progress()
                 try:
                     received = supervisor.poll(dispatch.start_poll(slots, count, seconds), limits)
                 except (EnvError, WorkerDiedError) as error:
@@ -274,11 +274,13 @@ class ProcessWorkers(WorkerGroup):
     def kill(self) -> None:
         self.supervisor.kill()
 
-    def _note_progress(self, arrays: Arrays) -> None:
+    def _note_progress(self) -> None:
         """Notes the workers that have come to another env, because `Timeouts` limit each env.
 
         It looks from time to time, so a worker that hangs may have the time between two looks in addition.
         """
+        if (arrays := getattr(self, "_arrays", None)) is None:  # another thread has closed the pool
+            return
         if self._spec.first_ready:  # each env has a time of completion, as the workers post each at once
             for worker, (first, stop) in enumerate(self._slices):
                 last = int(arrays["completed_at",][first:stop].max())

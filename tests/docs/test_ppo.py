@@ -526,4 +526,4 @@ def test_discounted_returns_are_those_of_each_episode_so_far(register):
     assert stats["count"] == 240
     np.testing.assert_allclose(stats["mean"], np.mean(expected), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(stats["var"], np.var(expected), rtol=1e-4)
-    np.testing.assert_allclose(saved["['playing'][2]"], total, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(saved["['playing'][2]"], [total], rtol=1e-5, atol=1e-6)
