@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
+from jaxvec._ports.port import advance, is_done
+from jaxvec._ports.program import select
 from jaxvec.examples.ppo import ActorCritic, Config, Obs, Steps, advantages
 from jaxvec.normalize import RunningMeanStd
 from jaxvec.ports import Port
@@ -56,14 +58,13 @@ def train(port: Port, space: Any, config: Config) -> Callable[[jax.Array, Any], 
             action = network.sample(outputs, act_key)
             log_prob, _ = network.evaluate(outputs, action)
             keys = jax.random.split(step_key, config.num_envs)
-            after, results = jax.vmap(port.step)(keys, state, network.to_env(action))
-            done = results["terminated"] | results["truncated"]
+            after, results = advance(port, keys, state, network.to_env(action))
+            done = is_done(results)
             steps = Steps(
                 *(_inputs(obs), action, log_prob, value, act(_inputs(results["obs"]))[1]),
                 *(results["reward"], results["terminated"], done, jnp.zeros_like(value)),
             )
-            choose = jax.vmap(lambda ended, *both: jax.tree.map(partial(jnp.where, ended), *both))
-            return choose(done, reset(reset_key), (after, results["obs"])), steps
+            return select(done, reset(reset_key), (after, results["obs"])), steps
 
         playing, steps = jax.lax.scan(play, playing, jax.random.split(play_key, config.num_steps))
         advantage = advantages(config, steps)
