@@ -12,7 +12,7 @@ import argparse
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -532,11 +532,9 @@ def _text(value: Any) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Returns the table as Markdown."""
-    lines = [
-        "| env | port · original | mode | steps | results that differ | properties that differ |",
-        "| --- | --- | --- | ---: | --- | --- |",
-    ]
+    """Returns the table of steps as Markdown."""
+    columns = "env", "port · original", "mode", "steps:", "results that differ", "properties that differ"
+    rows = list[tuple[str, ...]]()
     for name, each in results.items():
         found = [
             f"`{path}`: {leaf['different']:,} steps, from step {leaf['first_step']} of an episode"
@@ -550,16 +548,14 @@ def table(results: dict[str, Any]) -> str:
         properties = [f"{part}: {ours} · {theirs}" for part, (ours, theirs) in each["properties"].items()]
         mode = each["mode"].replace("_", " ")
         cells = name, " · ".join(each["versions"]), mode, f"{each['steps']:,}"
-        lines.append(f"| {' | '.join(cells)} | {'<br>'.join(found) or equal} | {'<br>'.join(properties)} |")
-    return "\n".join(lines) + "\n"
+        rows.append((*cells, "<br>".join(found) or equal, "<br>".join(properties)))
+    return _markdown(columns, rows)
 
 
 def levels_table(results: dict[str, Any]) -> str:
     """Returns the table of two-sample tests as Markdown."""
-    lines = [
-        "| env | port · original | samples per side | tests | threshold | smallest p | different variables |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
-    ]
+    columns = "env", "port · original", "samples per side:", "tests:", "threshold:", "smallest p:"
+    rows = list[tuple[str, ...]]()
     for name, each in results.items():
         samples = each["samples"]
         found = [
@@ -569,28 +565,28 @@ def levels_table(results: dict[str, Any]) -> str:
         tests = sum(sample["tests"] for sample in samples.values())
         least = min(sample["p_value"] for sample in samples.values())
         cells = name, " · ".join(each["versions"]), f"{each['episodes']:,} episodes", str(tests)
-        numbers = f"{each['threshold']:.2g} | {f'{least:.2g}' if least else '< 1e-300'}"
-        lines.append(f"| {' | '.join(cells)} | {numbers} | {'<br>'.join(found)} |")
-    return "\n".join(lines) + "\n"
+        numbers = f"{each['threshold']:.2g}", f"{least:.2g}" if least else "< 1e-300"
+        rows.append((*cells, *numbers, "<br>".join(found)))
+    return _markdown((*columns, "different variables"), rows)
 
 
 def transfers_table(results: dict[str, Any]) -> str:
     """Returns the table of policies as Markdown."""
-    lines = [
-        "| env | port · original | trained for | episodes per side | mean return | p | threshold |",
-        "| --- | --- | ---: | ---: | --- | ---: | ---: |",
-    ]
+    columns = "env", "port · original", "trained for:", "episodes per side:", "mean return", "p:"
+    rows = list[tuple[str, ...]]()
     for name, each in results.items():
         returns = each["samples"]["return"]
-        cells = (
-            name,
-            " · ".join(each["versions"]),
-            f"{each['trained_steps']:,} steps",
-            f"{each['episodes']:,}",
-        )
-        numbers = f"{returns['p_value']:.2g} | {each['threshold']:.2g}"
-        lines.append(f"| {' | '.join(cells)} | {_means(returns)} | {numbers} |")
-    return "\n".join(lines) + "\n"
+        counts = f"{each['trained_steps']:,} steps", f"{each['episodes']:,}"
+        numbers = f"{returns['p_value']:.2g}", f"{each['threshold']:.2g}"
+        rows.append((name, " · ".join(each["versions"]), *counts, _means(returns), *numbers))
+    return _markdown((*columns, "threshold:"), rows)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table. Columns whose names end in a colon are aligned to the right."""
+    marks = ["---:" if name.endswith(":") else "---" for name in columns]
+    lines = [[name.removesuffix(":") for name in columns], marks, *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _means(sample: dict[str, Any]) -> str:
