@@ -531,8 +531,7 @@ def test_reset_timeout_starts_anew_when_another_reset_waits(make):
 def test_a_stopped_worker_is_named_by_the_timeout(drive):
     driver = drive(CountingEnv, step_timeout=1.0)
     driver.reset()
-    running = probe.array(driver.envs, "running")
-    wait_until(lambda: not running.any())  # a row is here a moment before its worker is done with it
+    wait_until(lambda: not probe.array(driver.envs, "running").any())  # a row is here a moment before
     driver.workers[1].suspend()
     with pytest.raises(
         jaxvec.EnvTimeoutError,
