@@ -189,7 +189,10 @@ class _Server:
             self._abandoned = self._reap_ended(self._abandoned)
             if not ready:
                 continue
-            request, descriptors, _, _ = socket.recv_fds(self._requests, _MAX_MESSAGE, 4)
+            try:
+                request, descriptors, _, _ = socket.recv_fds(self._requests, _MAX_MESSAGE, 4)
+            except ConnectionResetError:  # the program has left answers unread
+                request, descriptors = b"", []
             if not request:
                 self._drain(poll)
             (number,) = NUMBER.unpack(request[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
-from support.disasters import Background
+from support import probe
+from support.disasters import PATIENCE, Background, wait_until_dead
 from support.probe import fork as _fork
 from support.probe import forkserver
 
@@ -327,6 +329,23 @@ def test_servers_without_pools_are_few():
     idle = [each for each in _fork._servers.values() if not each.users]
     assert len(idle) <= _fork._MAX_IDLE
     assert all(psutil.pid_exists(pid) for pid in _fork.server_pids())
+
+
+def test_a_server_with_an_unread_answer_outlives_its_program_and_its_workers(make):
+    """A signal may interrupt the program between its request and the answer; the socket is then reset."""
+    doomed, envs = make(AskedEnv, 1, num_workers=1), make(CountingEnv, 1, num_workers=1)
+    shared, process = list(_fork._servers.values())[-1], server()
+    worker = probe.processes(doomed)[0]
+    number = next(shared.numbers) - 2  # of the worker of `doomed`
+    worker.kill()
+    wait_until_dead(worker)
+    shared._requests.send(forkserver.REAP + forkserver.NUMBER.pack(number))
+    assert select.select([shared._requests], [], [], PATIENCE)[0]
+    _fork.end_all()
+    envs.reset()
+    envs.step(np.zeros(1, int))
+    envs.close()
+    assert process.wait(PATIENCE) == 0
 
 
 def test_what_numpy_reads_at_its_import_takes_effect(make, tmp_path, monkeypatch):
