@@ -171,10 +171,10 @@ def overhead(rounds: int, times: int) -> Iterator[str]:
     for name, nbytes in BATCHES.items():
         with ExitStack() as stack:
             runs: dict[str, Callable[[int], float]] = {}
-            for backend in ("process", "ray"):
+            for label, backend in (("process", "process"), ("ray", jaxvec.Ray(hosts=2))):
                 env = partial(Busy, nbytes // NUM_ENVS)
                 made = jaxvec.make(env, NUM_ENVS, num_workers=2, backend=backend, final_obs=False)
-                runs[backend] = Run(stack.enter_context(made))
+                runs[label] = Run(stack.enter_context(made))
             runs["bare"] = Bare(nbytes)
             yield f"| {name} | {' | '.join(alternate(runs, rounds, times).values())} |"
 
@@ -184,9 +184,9 @@ def start(rounds: int, _: int) -> Iterator[str]:
     yield "\nMedian seconds of `make`, and median CPU time of the driver in milliseconds.\n"
     yield "| actors | seconds | CPU time of the driver |\n| ---: | ---: | ---: |"
     found: dict[int, list[tuple[float, float]]] = {count: [] for count in (1, 2, 4, 8)}
-    backend = jaxvec.Ray(resources_per_worker={"CPU": 0.05})
     for turn in range(rounds + 1):  # Ray starts processes in the first round, which is not counted
         for count, each in found.items():
+            backend = jaxvec.Ray(count, {"num_cpus": 0.05})
             start_time, cpu = time.perf_counter(), time.process_time()
             with jaxvec.make(partial(Busy, 128), count, num_workers=count, backend=backend):
                 if turn:
@@ -201,7 +201,7 @@ def descriptors(rounds: int, _: int) -> Iterator[str]:
     yield "\nMedian number of file descriptors that a pool opens in the driver.\n"
     yield "| actors | workers per actor | descriptors |\n| ---: | ---: | ---: |"
     for actors, workers in ((1, 1), (1, 8), (1, 32), (4, 8), (8, 1)):
-        backend = jaxvec.Ray(workers_per_actor=workers, resources_per_worker={"CPU": 0.01})
+        backend = jaxvec.Ray(hosts=actors, options={"num_cpus": 0.01})
         count = actors * workers
         found: list[int] = []
         for _ in range(rounds):
@@ -212,10 +212,9 @@ def descriptors(rounds: int, _: int) -> Iterator[str]:
         yield f"| {actors} | {workers} | {statistics.median(found):g} |"
 
 
-def on_stage(workers_per_actor: int) -> jaxvec.Ray:
-    """Returns a backend that places each actor on a separate worker node."""
-    share = {"CPU": 0, STAGE: ENVS_PER_NODE / workers_per_actor}
-    return jaxvec.Ray(workers_per_actor=workers_per_actor, resources_per_worker=share)
+def on_stage(hosts: int) -> jaxvec.Ray:
+    """Returns a backend that places each host on a separate worker node."""
+    return jaxvec.Ray(hosts, {"num_cpus": 0, "resources": {STAGE: ENVS_PER_NODE}})
 
 
 def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
@@ -238,7 +237,7 @@ def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
                             partial(Busy, 1024, 0.005),
                             ENVS_PER_NODE * count,
                             num_workers=workers * count,
-                            backend=on_stage(workers),
+                            backend=on_stage(count),
                             batch_size=batch_size,
                         ) as envs:
                             run = Run(envs)
@@ -262,7 +261,7 @@ def grouping(rounds: int, times: int) -> Iterator[str]:
         with ExitStack() as stack:
             runs: dict[int, Run] = {}
             for size in (NUM_ENVS, NUM_ENVS // 2, 1):
-                backend = jaxvec.Ray(workers_per_actor=size, resources_per_worker={"CPU": 0.05})
+                backend = jaxvec.Ray(NUM_ENVS // size, {"num_cpus": 0.05})
                 env = partial(Busy, BATCHES[name] // NUM_ENVS)
                 made = jaxvec.make(env, NUM_ENVS, num_workers=NUM_ENVS, backend=backend, final_obs=False)
                 runs[size] = Run(stack.enter_context(made))
@@ -275,7 +274,7 @@ def rollouts(rounds: int, times: int) -> Iterator[str]:
     """Compares steps from the driver with actors that run whole rollouts."""
     num_steps, num_actors, num_envs = 64, 2, 8
     times = max(times // num_steps, 1)
-    backend = jaxvec.Ray(workers_per_actor=1)
+    backend = jaxvec.Ray(hosts=num_actors)
     env = partial(Busy, 1024)
     yield (
         f"\nMicroseconds of CPU time of the driver per env step, and env steps per second: {num_actors} "
@@ -284,9 +283,9 @@ def rollouts(rounds: int, times: int) -> Iterator[str]:
     yield "| | CPU time of the driver | steps/s |\n| --- | ---: | ---: |"
 
     play = play_steps(num_steps)
-    options = {"final_obs": False, "backend": backend}
+    options = {"final_obs": False}
     with (
-        jaxvec.make(env, num_actors * num_envs, num_workers=num_actors, **options) as envs,
+        jaxvec.make(env, num_actors * num_envs, num_workers=num_actors, backend=backend, **options) as envs,
         jaxvec.Rollouts(play, env, num_envs, num_actors=num_actors, params=PARAMS, **options) as actors,
     ):
         handle, timestep = jaxvec.reset(envs)
@@ -430,7 +429,7 @@ def recovery(rounds: int) -> Iterator[str]:
         with (
             cluster(3) as nodes,
             jaxvec.make(
-                partial(Busy, 1024, 0.005), 8, num_workers=2, backend=on_stage(1), on_fault="restart"
+                partial(Busy, 1024, 0.005), 8, num_workers=2, backend=on_stage(2), on_fault="restart"
             ) as envs,
         ):
             envs.reset()

@@ -207,7 +207,8 @@ class Workers:
 
     Attributes:
         num: Number of worker processes; by default the number of usable cores (a container's CPU quota
-            counts), or of free CPUs of a Ray cluster. `make(num_workers=n)` is short for `Workers(num=n)`.
+            counts), or of the CPUs that the hosts of a `jaxvec.Ray` reserve. `make(num_workers=n)` is short
+            for `Workers(num=n)`.
         start_method: `"forkserver"` forks workers from a helper process that has imported NumPy and
             Gymnasium, but neither JAX nor your code. `"spawn"` starts a new Python interpreter per worker,
             which takes longer. `"auto"` uses the first one that works here.

@@ -201,7 +201,7 @@ def make(
             envs.
 
     Args: Workers
-        num_workers: Number of worker processes; by default the usable cores, or a Ray cluster's free CPUs.
+        num_workers: Number of worker processes; by default the usable cores.
         backend: `"process"`; `"serial"`, which steps all envs in this process, for debugging and for a few
             fast envs; `"ray"`, or a `jaxvec.Ray` with options, for workers on the nodes of a Ray cluster; a
             `jaxvec.Remote` for workers on machines that dial in.

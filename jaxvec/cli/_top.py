@@ -41,7 +41,7 @@ def look(pid: int) -> list[dict[str, Any]]:
     if not workers:
         raise UsageError(
             f"process {pid} has no workers of jaxvec on this machine; a pool with backend='serial' has none, "
-            "and those on a Ray cluster belong to the actors' processes"
+            "and those on a Ray cluster belong to the tasks' processes"
         )
     return sorted(workers, key=lambda worker: -worker["memory"])
 

@@ -83,7 +83,7 @@ def train(config: Config, run: TrainingRun, kill_one: Callable[[], None]) -> Non
         num_actors=config.num_actors,
         params=learner.weights,
         seed=config.seed,
-        backend=jaxvec.Ray(config.address, workers_per_actor=config.workers_per_actor),
+        num_workers=config.workers_per_actor,
         max_lag=config.max_lag,
         on_fault="restart",
         resume=progress.read_bytes() if progress.exists() else None,
@@ -115,10 +115,12 @@ def train(config: Config, run: TrainingRun, kill_one: Callable[[], None]) -> Non
 @contextmanager
 def simulated(config: Config) -> Generator[Callable[[], None]]:
     """Starts a simulated cluster, if requested. Yields a function that kills one of its nodes."""
+    ray: Any = importlib.import_module("ray")
     if not config.simulate_nodes:
+        if config.address is not None:
+            ray.init(config.address)
         yield lambda: None
         return
-    ray: Any = importlib.import_module("ray")
     cluster: Any = importlib.import_module("ray.cluster_utils").Cluster()
     try:
         cluster.add_node(num_cpus=0, object_store_memory=_MEMORY)  # for the head and the learner

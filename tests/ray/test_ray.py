@@ -30,8 +30,7 @@ from support import disasters, padded, probe, recycling, state_game
 from support.disasters import GatedEnv, SleepingEnv, wait_until
 from support.elsewhere import assert_equal, play_in_order
 from support.pool_machine import PoolMachine
-from support.probe import cluster as _cluster
-from support.probe import fork, pool_of, wire
+from support.probe import fork, pool_of, ray_backend, wire
 from support.probe import link as _link
 from support.scripts import leftovers
 
@@ -92,9 +91,9 @@ def running_cluster():
 
 @pytest.fixture
 def make_on_ray(make, cluster):
-    """Yields `make` for pools on the cluster, of two workers."""
-    # An actor is an interpreter of Ray's, which takes a minute to start where everything is busy.
-    return partial(make, backend="ray", num_workers=2, start_timeout=200, step_timeout=200)
+    """Yields `make` for pools on the cluster, of two workers at two hosts."""
+    # A task has an interpreter of Ray's, which takes a minute to start where everything is busy.
+    return partial(make, backend=jaxvec.Ray(hosts=2), num_workers=2, start_timeout=200, step_timeout=200)
 
 
 def sample_actions(env_fns, num_steps):
@@ -136,7 +135,7 @@ def test_workers_there_run_worker_init_first(make_on_ray):
             super().__init__()
             self.mine = os.environ["JAXVEC_MINE"]
 
-    envs = make_on_ray(Env, 4, backend=IN_PAIRS, workers=jaxvec.Workers(init=prepare))
+    envs = make_on_ray(Env, 4, backend=ONE_HOST, workers=jaxvec.Workers(init=prepare))
     assert envs.get_attr("mine") == ("worker 0", "worker 0", "worker 1", "worker 1")
 
 
@@ -278,9 +277,9 @@ def test_batched_envs_are_stepped_as_by_local_workers(make, make_on_ray):
     assert_equal(on_ray, local)
 
 
-@pytest.mark.parametrize("workers_per_actor", [1, 2])
-def test_envs_can_be_asked_and_set(make_on_ray, tmp_path, workers_per_actor):
-    envs = make_on_ray(CountingEnv, 4, backend=jaxvec.Ray(workers_per_actor=workers_per_actor))
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_envs_can_be_asked_and_set(make_on_ray, tmp_path, hosts):
+    envs = make_on_ray(CountingEnv, 4, backend=jaxvec.Ray(hosts=hosts))
     handle, _ = jaxvec.reset(envs, seed=1)
     handle, _ = jax.jit(jaxvec.step)(handle, jnp.zeros(4, int))
     assert [*envs.get_attr("steps")] == [1, 1, 1, 1]
@@ -342,18 +341,18 @@ def test_a_trace_shows_what_actors_do(make_on_ray, tmp_path):
 
 def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatch):
     """All nodes share this machine and its clock, so the test adds an error and expects it in the trace."""
-    hour = 3600 * 10**9
-    actor_class = _cluster._actor_class
+    hour, host_task = 3600 * 10**9, ray_backend._host_task
 
     def telling_an_hour_more():
-        class Ahead(actor_class()):
-            def serve(self, *args):
-                from jaxvec._backends.remote import host
+        serve = host_task()
 
-                host._clock = lambda: time.monotonic_ns() + hour
-                super().serve(*args)
+        def serve_ahead(*args):
+            from jaxvec._backends.remote import host
 
-        return Ahead
+            host._clock = lambda: time.monotonic_ns() + hour
+            return serve(*args)
+
+        return serve_ahead
 
     def steps(envs):
         """Returns when envs were stepped, by the trace, since it began."""
@@ -368,7 +367,7 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
 
     minute = 60 * 10**9
     assert (np.abs(steps(make_on_ray(CountingEnv, 4))) < minute).all()
-    monkeypatch.setattr(_cluster, "_actor_class", telling_an_hour_more)
+    monkeypatch.setattr(ray_backend, "_host_task", telling_an_hour_more)
     assert (np.abs(steps(make_on_ray(CountingEnv, 4)) + hour) < minute).all()
 
 
@@ -402,9 +401,9 @@ class LargeEnv(CountingEnv):
 
 
 class PoolOnRay(PoolMachine):
-    """The model of pools, faults included; each actor's start takes its second."""
+    """The model of pools, faults included; each host's start takes its second."""
 
-    backend = "ray"
+    hosts = 2
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "EPISODIC"])
@@ -430,9 +429,9 @@ def test_all_fields_of_all_rows_are_foretold(cluster):
     run_state_machine_as_test(PoolOnRay, settings=few)
 
 
-# --- Several workers in an actor ------------------------------------------------------------------
+# --- Several workers at a host --------------------------------------------------------------------
 
-IN_PAIRS = jaxvec.Ray(workers_per_actor=2)
+ONE_HOST = jaxvec.Ray()
 
 
 def parents(envs):
@@ -461,15 +460,15 @@ def test_workers_of_one_actor_step_as_local_ones_do(make, make_on_ray, transport
     env_fns = ENVS["NestedEnv"]
     actions = sample_actions(env_fns, 40)
     options = {"transport": transport, "dispatch": dispatch, "num_workers": 3}
-    on_ray = scan(make_on_ray(env_fns, backend=IN_PAIRS, **options), actions)
+    on_ray = scan(make_on_ray(env_fns, **options), actions)
     local = scan(make(env_fns, **options), actions)
     assert_equal(on_ray, local)
 
 
 def test_actors_have_as_many_workers_as_asked(make_on_ray):
-    envs = make_on_ray(Parented, 3, num_workers=3, backend=IN_PAIRS)
-    one, same, another = parents(envs)
-    assert one == same != another
+    envs = make_on_ray(Parented, 3, num_workers=3)
+    one, another, same = parents(envs)
+    assert one != another == same
 
 
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
@@ -479,8 +478,7 @@ def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkey
     monkeypatch.setattr(
         _link.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
     )
-    backend = jaxvec.Ray(workers_per_actor=2)
-    envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, dispatch=dispatch, step_timeout=None)
+    envs = make_on_ray(CountingEnv, 8, num_workers=4, dispatch=dispatch, step_timeout=None)
     envs.reset()
 
     def answers():
@@ -494,7 +492,7 @@ def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkey
 
 def test_threads_step_slots_of_one_actor_at_once(make_on_ray, tmp_path):
     gate = tmp_path / "gate"
-    envs = make_on_ray(lambda: GatedEnv(gate), 4, num_workers=4, backend=jaxvec.Ray(workers_per_actor=4))
+    envs = make_on_ray(lambda: GatedEnv(gate), 4, num_workers=4, backend=ONE_HOST)
     handle, _ = jaxvec.reset(envs)
     held, goes_on = (jax.tree.map(lambda leaf: leaf[part], handle) for part in (slice(0, 2), slice(2, 4)))
     waits = disasters.Background(lambda: jax.block_until_ready(jaxvec.step(held, jnp.full(2, 7))))
@@ -511,7 +509,7 @@ def test_dead_worker_of_an_actor_is_replaced_beside_the_others(make_on_ray, disp
         Parented,
         4,
         num_workers=4,
-        backend=jaxvec.Ray(workers_per_actor=4),
+        backend=ONE_HOST,
         on_fault=jaxvec.Restart("reset", None, rate=None),
         dispatch=dispatch,
     )
@@ -527,7 +525,7 @@ def test_dead_worker_of_an_actor_is_replaced_beside_the_others(make_on_ray, disp
 
 
 def test_an_actor_that_dies_takes_its_workers_with_it(make_on_ray):
-    envs = make_on_ray(Parented, 4, num_workers=4, backend=IN_PAIRS, on_fault="restart")
+    envs = make_on_ray(Parented, 4, num_workers=4, on_fault="restart")
     envs.reset()
     envs.step(np.zeros(4, int))
     victim, same, other, _ = parents(envs)
@@ -542,7 +540,7 @@ def test_an_actor_that_dies_takes_its_workers_with_it(make_on_ray):
 
 
 def test_a_slow_env_is_replaced_beside_the_other_workers_of_its_actor(make_on_ray):
-    envs = make_on_ray(SleepingEnv, 4, backend=IN_PAIRS, step_timeout=5, on_fault=jaxvec.Restart(rate=None))
+    envs = make_on_ray(SleepingEnv, 4, backend=ONE_HOST, step_timeout=5, on_fault=jaxvec.Restart(rate=None))
     envs.reset(seed=0)
     rows = envs.step(np.full(4, 7))
     assert rows.info["fault"].tolist() == [True, True, False, False]
@@ -550,7 +548,7 @@ def test_a_slow_env_is_replaced_beside_the_other_workers_of_its_actor(make_on_ra
 
 
 def test_an_actor_that_is_stopped_is_replaced(make_on_ray):
-    envs = make_on_ray(Parented, 4, backend=IN_PAIRS, step_timeout=3, on_fault="restart")
+    envs = make_on_ray(Parented, 4, backend=ONE_HOST, step_timeout=3, on_fault="restart")
     envs.reset()
     stopped, _ = parents(envs)
     os.kill(stopped, signal.SIGSTOP)
@@ -558,7 +556,7 @@ def test_an_actor_that_is_stopped_is_replaced(make_on_ray):
     rows = envs.step(np.zeros(4, int))
     assert rows.info["fault"].all()
     assert stopped not in parents(envs)
-    wait_until(lambda: not psutil.pid_exists(stopped))
+    os.kill(stopped, signal.SIGKILL)  # Ray waits until it goes on
 
 
 def test_envs_are_reset_in_advance_as_by_local_workers(make, make_on_ray):
@@ -596,21 +594,22 @@ def test_distributed_learners_train_alike_on_local_and_ray_envs(cluster, tmp_pat
 
 
 def test_a_firewall_between_an_actor_and_the_pool_is_told(make_on_ray, monkeypatch):
-    actor_class = _cluster._actor_class
+    host_task = ray_backend._host_task
 
     def behind_a_firewall():
-        class Behind(actor_class()):
-            def serve(self, address, *args):
-                with socket.create_server((address[0], 0)) as closed:
-                    port = closed.getsockname()[1]
-                super().serve((address[0], port), *args)
+        serve = host_task()
 
-        return Behind
+        def serve_elsewhere(address, *args):
+            with socket.create_server((address[0], 0)) as closed:
+                port = closed.getsockname()[1]
+            return serve((address[0], port), *args)
 
-    monkeypatch.setattr(_cluster, "_actor_class", behind_a_firewall)
-    said = r"worker 0 .* on node .* can't connect to this process at [\d.]+:\d+: .*refused.*firewall"
+        return serve_elsewhere
+
+    monkeypatch.setattr(ray_backend, "_host_task", behind_a_firewall)
+    said = r"worker 0 .* on node .* no pool can be reached at [\d.]+:\d+: .*refused.* allow TCP"
     with pytest.raises(jaxvec.WorkerDiedError, match=said):
-        make_on_ray(CountingEnv, 2, num_workers=1)
+        make_on_ray(CountingEnv, 2, num_workers=1, backend=ONE_HOST)
 
 
 # --- Several requests in flight -------------------------------------------------------------------
@@ -628,7 +627,9 @@ def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypa
 
     monkeypatch.setattr(_link.HostLink, "ship", record)
     gate = tmp_path / "gate"
-    envs = make_on_ray(lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, dispatch=dispatch)
+    envs = make_on_ray(
+        lambda: GatedEnv(gate), 4, num_workers=1, backend=ONE_HOST, batch_size=2, dispatch=dispatch
+    )
     first = envs.reset()
     del shipped[:]
     one, other = (np.array([each]) for each in first.info["env_id"])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support.probe import WAKE, HostLostError, ProcessEnd, RemoteWorker, WakePipe, base, nodes
+from support.probe import WAKE, ProcessEnd, RemoteWorker, WakePipe, base
 from support.segments import KINDS, board
 
 ENDED = ProcessEnd(3, "exited with code 3")
@@ -141,19 +141,3 @@ def test_more_workers_are_heard_than_there_may_be_descriptors(kind, start):
         end = base.parent_end(kind, marks, slices=slices, channels=workers, spin_ns=0)
         assert not end.wait(np.arange(num_workers), num_workers, 0)  # before it is content with its slots
         workers[-1].receive()
-
-
-def test_too_few_descriptors_for_ray_are_told():
-    with descriptors_left(1):
-        nodes.check_descriptors()
-    with descriptors_left(0), pytest.raises(HostLostError, match="too many open files"):
-        nodes.check_descriptors()
-
-
-def test_a_head_that_nobody_has_a_descriptor_to_ask_is_not_lost():
-    said = []
-    monitor = nodes.HeadMonitor("127.0.0.1:1", said.append)
-    monitor.close()
-    assert not monitor._answers()
-    with descriptors_left(0):
-        assert monitor._answers()

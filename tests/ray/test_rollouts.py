@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,11 @@ def faults(rollouts):
     return [actor.faults for actor in rollouts.stats().actors]
 
 
+def kill(rollouts, actor):
+    """Kills the process of an actor."""
+    ray.kill(rollouts._actors.places[actor].actor, no_restart=False)
+
+
 def get(rollouts):
     return rollouts.get(timeout=200)
 
@@ -141,7 +147,7 @@ def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make, timeou
         return sum(done.actor == actor for done in came)
 
     learn(rollouts, came, params, lambda: last(0) and last(1))
-    ray.kill(rollouts._actors._places[0].actor)
+    kill(rollouts, 0)
     learn(rollouts, came, params, lambda: faults(rollouts) == [1, 0])
     before = last(0)
     learn(rollouts, came, params, lambda: last(0) > before + 2)  # at most one was done before
@@ -149,8 +155,8 @@ def test_resumed_rollouts_equal_an_uninterrupted_run(make_rollouts, make, timeou
     checkpoint, kept, num_versions = rollouts.checkpoint(), list(came), len(params)
     for _ in range(3):  # the learner loses these
         get(rollouts)
-    for place in rollouts._actors._places:
-        ray.kill(place.actor)
+    for actor in range(2):
+        kill(rollouts, actor)
     rollouts.close()
 
     came, params = kept, params[:num_versions]
@@ -274,6 +280,32 @@ class Gated(CountingEnv):
         return super().step(action)
 
 
+class Late(CountingEnv):
+    """Starts, in the second actor only after the first actor has finished its first rollout."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        with suppress(FileExistsError):
+            (folder / "first").mkdir()
+            return
+        wait_until((folder / "done").exists)
+
+    def step(self, action):
+        if self.steps == 1:  # in the second rollout
+            (self.folder / "done").touch()
+        return super().step(action)
+
+
+def test_no_rollout_is_lost_while_other_actors_start(make_rollouts, tmp_path):
+    rollouts = make_rollouts(env=partial(Late, tmp_path), num_envs=1, num_actors=(2, 2), in_flight=2)
+    indices = {0: [], 1: []}
+    while not all(indices.values()):
+        done = get(rollouts)
+        indices[done.actor].append(done.index)
+    assert indices == {actor: [*range(len(came))] for actor, came in indices.items()}
+
+
 def test_rollouts_return_in_order_of_completion_and_drop_stale_ones(make_rollouts, tmp_path):
     rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1, num_actors=2, max_lag=1, in_flight=2)
 
@@ -360,7 +392,7 @@ def test_later_changes_of_params_do_not_affect_actors(make_rollouts, size):
     params = np.zeros(size, np.float32)
     rollouts = make_rollouts(params=params, on_fault=ONE)
     params += 1
-    ray.kill(rollouts._actors._places[0].actor)
+    kill(rollouts, 0)
     came = [get(rollouts)]
     while faults(rollouts) != [1]:
         came.append(get(rollouts))
@@ -413,7 +445,7 @@ def test_what_make_refuses_is_refused(make_rollouts):
 def test_an_actor_that_dies_is_an_error(make_rollouts):
     rollouts = make_rollouts()
     get(rollouts)
-    ray.kill(rollouts._actors._places[0].actor)
+    kill(rollouts, 0)
     with pytest.raises(jaxvec.ActorDiedError, match="actor 0 on node .* was lost: ") as caught:
         while True:
             get(rollouts)
@@ -426,11 +458,8 @@ def test_an_actor_that_dies_is_an_error(make_rollouts):
         ({"timeouts": UNLIMITED}, jaxvec.ActorDiedError),
         ({"timeouts": LIMITED}, jaxvec.RolloutError),
         ({"timeouts": UNLIMITED, "workers": jaxvec.Workers()}, jaxvec.RolloutError),
-        ({"timeouts": UNLIMITED, "backend": jaxvec.Ray(workers_per_actor=2)}, jaxvec.RolloutError),
-        (
-            {"timeouts": UNLIMITED, "backend": jaxvec.Ray(resources_per_worker={"GPU": 1})},
-            jaxvec.RolloutError,
-        ),
+        ({"timeouts": UNLIMITED, "num_workers": 2}, jaxvec.RolloutError),
+        ({"timeouts": UNLIMITED, "actor_options": {"num_gpus": 1}}, jaxvec.RolloutError),
     ],
     ids=["serial", "limits", "workers", "two workers", "GPU"],
 )
@@ -449,8 +478,7 @@ def test_an_env_that_crashes_ends_its_actor_or_its_worker(make_rollouts, cluster
 def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
     rollouts = make_rollouts(on_fault=jaxvec.Restart(max_restarts=1))
     before = [get(rollouts) for _ in range(3)]
-    place = rollouts._actors._places[0]
-    ray.kill(place.actor)
+    kill(rollouts, 0)
     rollouts.push(np.int32(1))
     came = before + [get(rollouts) for _ in range(3)]
     assert faults(rollouts) == [1]
@@ -458,7 +486,7 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
     assert came[-1].version == 1
     assert came[-1].trajectory["obs"][0, 1] < 5  # new envs have made fewer steps
     assert "actor 0 recovers from fault 1, and resets its envs: actor 0 on node" in caplog.text
-    ray.kill(place.actor)
+    kill(rollouts, 0)
     with pytest.raises(jaxvec.ActorDiedError, match=r"Actor 0 was not restarted: .* max_restarts is 1"):
         while True:
             get(rollouts)
@@ -525,9 +553,7 @@ def test_an_error_of_the_program_ends_all_with_restarts(make_rollouts):
 def test_actors_use_nodes_that_join_and_leave_those_lost(make_rollouts, cluster):
     add = partial(cluster.add_node, num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
     first = add()
-    rollouts = make_rollouts(
-        num_actors=(1, 2), on_fault=ONE, backend=jaxvec.Ray(resources_per_worker={"spot": 1})
-    )
+    rollouts = make_rollouts(num_actors=(1, 2), on_fault=ONE, actor_options={"resources": {"spot": 1}})
     alone = get(rollouts).actor
     assert [get(rollouts).actor for _ in range(3)] == [alone] * 3
     stats = rollouts.stats().actors
@@ -556,7 +582,13 @@ def test_actors_use_nodes_that_join_and_leave_those_lost(make_rollouts, cluster)
 def test_the_log_reports_a_rollout_that_is_late(make_rollouts, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(jaxvec._backends.ray.rollouts, "_LATE_SECONDS", 0.1)
     rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1)
-    wait_until(lambda: "has not finished rollout 0 after" in caplog.text)
+
+    def reported():
+        with pytest.raises(jaxvec.NotReadyError):
+            rollouts.get(timeout=0.1)
+        return "has not finished rollout 0 after" in caplog.text
+
+    wait_until(reported)
     (tmp_path / "gate 0").touch()
     assert get(rollouts).index == 0
 
@@ -566,18 +598,16 @@ def test_the_log_reports_a_rollout_that_is_late(make_rollouts, tmp_path, monkeyp
 def test_an_actor_of_a_lost_node_waits_for_another(make_rollouts, cluster, monkeypatch, caplog, least):
     add = partial(cluster.add_node, num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
     spots = [add(), add()]
-    rollouts = make_rollouts(
-        num_actors=(least, 2), on_fault=ONE, backend=jaxvec.Ray(resources_per_worker={"spot": 1})
-    )
+    rollouts = make_rollouts(num_actors=(least, 2), on_fault=ONE, actor_options={"resources": {"spot": 1}})
     while {get(rollouts).actor for _ in range(6)} != {0, 1}:
         pass
-    waits, wait_for_resources = [], rollouts._actors._wait_for_resources
+    waits, report_wait = [], rollouts._actors._report_wait
 
     def wait_for(place):
         waits.append(place)
-        wait_for_resources(place)
+        report_wait(place)
 
-    monkeypatch.setattr(rollouts._actors, "_wait_for_resources", wait_for)
+    monkeypatch.setattr(rollouts._actors, "_report_wait", wait_for)
     rollouts._actors.start_timeout = 1.0
     cluster.remove_node(spots.pop(), allow_graceful=False)
     while len(waits) < 4:
@@ -600,18 +630,15 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     with pytest.raises(
         jaxvec.ActorDiedError, match=r"not ready within Timeouts.start, 2 s: Ray has not started"
     ):
-        make_rollouts(backend=jaxvec.Ray(workers_per_actor=2), timeouts=jaxvec.Timeouts(start=2))
+        make_rollouts(num_workers=2, timeouts=jaxvec.Timeouts(start=2))
     ray.util.remove_placement_group(taken)
-    with pytest.raises(ValueError, match=r"no node of the Ray cluster has {'CPU': 1, 'unobtainium': 1}"):
-        make_rollouts(backend=jaxvec.Ray(resources_per_worker={"unobtainium": 1}))
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
 
 
-def test_params_that_can_not_be_sent_reserve_nothing(make_rollouts):
+def test_params_with_jax_keys_start_no_actor(make_rollouts):
     with pytest.raises(TypeError, match="can't contain JAX keys"):
-        make_rollouts(params=jax.random.key(0), backend=jaxvec.Ray(placement_strategy="PACK"))
-    states = [group["state"] for group in ray.util.placement_group_table().values()]
-    assert set(states) <= {"REMOVED"}
+        make_rollouts(params=jax.random.key(0))
+    assert ray.available_resources().get("CPU") == 4
 
 
 def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, cluster, tmp_path):
@@ -711,13 +738,8 @@ def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
         ({"num_actors": (3, 2)}, ValueError, r"num_actors must be \(least, most\), not"),
         ({"num_actors": (0, 2)}, ValueError, r"num_actors\[0\] must be an integer of at least 1, not 0"),
         ({"max_lag": -1}, ValueError, "max_lag must be an integer of at least 0"),
-        ({"backend": "process"}, ValueError, 'backend must be "ray" or a jaxvec.Ray'),
-        ({"num_workers": 2}, TypeError, "no option 'num_workers': .*workers_per_actor"),
-        (
-            {"backend": jaxvec.Ray("192.0.2.1:6379")},
-            ValueError,
-            "this process is connected to the Ray cluster",
-        ),
+        ({"backend": "process"}, TypeError, "no option 'backend': actor_options="),
+        ({"actor_options": {"max_fly": 1}}, ValueError, "max_fly"),
         ({"recv_order": "random"}, ValueError, "recv_order must be"),
         ({"numbers": (number for number in "12")}, jaxvec.NotPicklableError, "can't be pickled.*generator"),
     ],

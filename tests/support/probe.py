@@ -15,7 +15,7 @@ import psutil
 
 import jaxvec
 from jaxvec import _errors, _native, _settings, _stats, _tracing, _util
-from jaxvec._backends.ray import cluster, nodes
+from jaxvec._backends.ray import backend as ray_backend
 from jaxvec._backends.remote import host, link, wire
 from jaxvec._backends.remote.host import WorkerHost
 from jaxvec._backends.remote.link import RemoteWorker, WakePipe
@@ -155,11 +155,6 @@ def partition(envs: jaxvec.VectorEnv | Pool) -> Any:
 def links(envs: jaxvec.VectorEnv | Pool) -> list[Any]:
     """Returns the links to the actors of a pool on Ray."""
     return list(workers(envs)._launcher._links.values())
-
-
-def placement(envs: jaxvec.VectorEnv | Pool) -> Any:
-    """Returns where Ray has placed the actors of a pool."""
-    return workers(envs)._launcher.placement
 
 
 # --- Slices and compatibility APIs ----------------------------------------------------------------------

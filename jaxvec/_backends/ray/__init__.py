@@ -1,1 +1,1 @@
-"""WorkerGroup on other nodes of a Ray cluster."""
+"""Workers and whole rollouts on other nodes of a Ray cluster."""

@@ -1,91 +1,113 @@
-"""`jaxvec.Ray`: the options for workers on a Ray cluster."""
+"""`jaxvec.Ray`: hosts of workers in tasks of a Ray cluster.
+
+Ray places, starts and ends the tasks. Each dials in to this process, as `jaxvec worker` does (`remote/`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+import importlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from jaxvec._backends.remote.backend import HostsBackend
-from jaxvec._backends.remote.link import HostLauncher
+from jaxvec._backends.ray import cluster
+from jaxvec._backends.remote.backend import HostsBackend, split_workers
+from jaxvec._backends.remote.link import CHECK_INTERVAL, HostLauncher, HostSource
+from jaxvec._backends.remote.wire import Host, HostLostError, Listener
 from jaxvec._options import PoolConfig, check_count
-from jaxvec._settings import check_choice
 from jaxvec._workers.base import Slices
 
-if TYPE_CHECKING:
-    from jaxvec._backends.ray.cluster import RayCluster
-
-_RESOURCE_STEP = 0.0001  # Ray stores amounts of resources in multiples of this
-Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+_RETRY_TIMEOUT = 10.0  # seconds in which a lost host may dial in again, before another task starts
 
 
 @dataclass(frozen=True)
 class Ray(HostsBackend):
-    """Options for workers on a Ray cluster, for `make(backend=...)`; `"ray"` is short for `Ray()`.
+    """Hosts of workers on a Ray cluster, for `make(backend=...)`; `"ray"` is short for `Ray()`.
+
+    Each host is a Ray task, on the cluster that this process is connected to or that `ray.init()` finds.
 
     Attributes:
-        address: Address of the cluster, as for `ray.init`. `None` uses the cluster that this process is
-            connected to, or else the one that `ray.init()` finds or starts.
-        workers_per_actor: Number of worker processes per actor. Each step needs one message per actor, so use
-            few actors with many workers each, down to one per node.
-        resources_per_worker: Resources that an actor reserves per worker, such as
-            `{"CPU": 2, "GPU": 0.5, "memory": 4e9}`; one CPU by default.
-        placement_strategy: Strategy of the actors' placement group: `"PACK"`, `"SPREAD"`, `"STRICT_PACK"` or
-            `"STRICT_SPREAD"`. `None` for no group, so that Ray places each actor independently.
-        runtime_env: Runtime environment of the actors, as for Ray: `pip`, `working_dir`, … Ray uploads local
-            directories when the process connects to the cluster, so they are rejected after that.
+        hosts: Number of hosts of each pool. They share its workers evenly. Each step needs one message per
+            host, so use few hosts with many workers each, down to one per node.
+        options: Options of the tasks, as for Ray's `.options(...)`: `num_cpus`, `resources`,
+            `scheduling_strategy`, `runtime_env`, and others. By default, a task reserves a CPU per worker.
 
     Example:
         ```python
-        cluster = jaxvec.Ray("auto", workers_per_actor=16, resources_per_worker={"CPU": 0.5})
+        cluster = jaxvec.Ray(hosts=4, options={"num_cpus": 16, "scheduling_strategy": "SPREAD"})
         envs = jaxvec.make("CartPole-v1", 256, num_workers=64, backend=cluster)
         ```
     """
 
-    address: str | None = None
-    workers_per_actor: int = 1
-    resources_per_worker: Mapping[str, float] | None = None
-    placement_strategy: Strategy | None = None
-    runtime_env: Mapping[str, Any] | None = None
+    hosts: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        check_choice("placement_strategy", self.placement_strategy, (*get_args(Strategy), None))
-        check_count("workers_per_actor", self.workers_per_actor, 1)
-        for name, amount in self._of_worker.items():
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(f"resources_per_worker[{name!r}] must be a number >= 0, not {amount!r}")
-        self.check_resources(self.workers_per_actor)
-
-    def check_resources(self, num_workers: int) -> None:
-        """Raises `ValueError` if Ray cannot reserve the resources of an actor with `num_workers` workers."""
-        for name, amount in self.of_actor(num_workers).items():
-            why = ""
-            if 0 < amount < _RESOURCE_STEP:
-                why = f"Ray counts in steps of {_RESOURCE_STEP}"
-            elif name == "GPU" and amount > 1 and amount % 1:
-                why = "Ray can reserve a part of one GPU or whole GPUs"
-            if why:
-                raise ValueError(
-                    f"resources_per_worker[{name!r}] is {self._of_worker[name]!r}, so an actor with "
-                    f"{num_workers} workers reserves {amount}, but {why}"
-                )
-
-    def of_actor(self, num_workers: int | None = None) -> dict[str, float]:
-        """Returns the resources of an actor with `num_workers` workers, by default `workers_per_actor`."""
-        count = self.workers_per_actor if num_workers is None else num_workers
-        return {name: round(amount * count, 8) for name, amount in self._of_worker.items()}
-
-    @property
-    def _of_worker(self) -> dict[str, float]:
-        return {"CPU": 1, **(self.resources_per_worker or {})}
+        check_count("hosts", self.hosts, 1)
 
     def num_workers(self, num_instances: int, timeout: float | None) -> int:
-        return self._connect(timeout).num_workers(num_instances)
+        return min(num_instances, self.hosts * max(int(self.options.get("num_cpus", 1)), 1))
 
     def launcher(self, slices: Slices, config: PoolConfig) -> HostLauncher:
-        return self._connect(config.timeouts.start).launcher(slices, config)
+        groups = split_workers(slices, self.hosts)
+        ray = cluster.connect()
+        # Ray starts a task again if its node is lost. A process that has served a pool is not used again.
+        options = {"num_cpus": max(map(len, groups)), "max_retries": -1, "max_calls": 1, **self.options}
+        if ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
+            # Ray knows the group only in this thread, but a lost host is replaced in another one.
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            options.setdefault("scheduling_strategy", strategy(ray.util.get_current_placement_group()))
+        task = ray.remote(**options)(_host_task())
+        listener = Listener(ray.util.get_node_ip_address(), 0, secrets.token_bytes(32))
+        missing = f"Ray has not started their host with {options}; `ray status` shows what is free"
+        sources = [RayHost(ray, task, listener, missing) for _ in groups]
+        return HostLauncher(groups, slices, config, sources.__getitem__, on_close=listener.close)
 
-    def _connect(self, timeout: float | None) -> RayCluster:
-        from jaxvec._backends.ray import cluster  # imports Ray, which is optional
 
-        return cluster.connect(self, timeout)
+class RayHost(HostSource):
+    """A host in a Ray task, which Ray starts again if its process or node is lost.
+
+    Tasks end with their connection. They are not cancelled: if a task ends at the same time, `ray.cancel`
+    ends this process (Ray 2.60).
+    """
+
+    def __init__(self, ray: Any, task: Any, listener: Listener, missing: str) -> None:
+        self.missing = missing
+        self._ray, self._task, self._listener, self._token = ray, task, listener, secrets.token_hex()
+        self._serving = task.remote(listener.address, listener.key, self._token)
+
+    def start(self, check: Callable[[], None]) -> Host:
+        deadline, is_new = time.monotonic() + _RETRY_TIMEOUT, not self.node
+        while (host := self._listener.take(lambda host: host.token == self._token, CHECK_INTERVAL)) is None:
+            check()
+            if not self._ray.is_initialized():  # otherwise, Ray would start another cluster
+                raise HostLostError("was lost: Ray was shut down")
+            has_ended = bool(self._ray.wait([self._serving], timeout=0)[0])
+            if has_ended and is_new:
+                self.node, why = self._ray.get(self._serving)
+                raise HostLostError(why)
+            if not is_new and (has_ended or time.monotonic() > deadline):
+                self._serving = self._task.remote(self._listener.address, self._listener.key, self._token)
+                is_new = True
+        self.node = host.node
+        return host
+
+
+def _host_task() -> Callable[..., tuple[str, str]]:
+    """Returns the function of the tasks. Ray pickles it by value, so a node without jaxvec reports that."""
+
+    def serve(address: tuple[str, int], key: bytes, token: str) -> tuple[str, str]:
+        ray: Any = importlib.import_module("ray")
+        node = f"node {ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:12]})"
+        try:
+            host = importlib.import_module("jaxvec._backends.remote.host")
+            host.serve_pool(address, key, node=node, token=token)
+        except Exception as error:
+            why = f"could not be served: {type(error).__name__}: {error}; install jaxvec on the node, and "
+            why += "allow TCP connections from the nodes to free ports of this machine"
+            return node, str(error) if type(error).__name__ == "HostLostError" else why
+        return node, "was ended"
+
+    return serve

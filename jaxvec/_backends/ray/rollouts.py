@@ -1,246 +1,58 @@
 """`jaxvec.Rollouts`: actors on a Ray cluster that run whole rollouts for a learner in this process.
 
-    Rollouts.push -- weights ---> ActorGroup -- Ray call: weights -------> RolloutActor, which has a pool
-    Rollouts.get <-- trajectory -- ActorGroup <-- answer: PackedRollout --- and the compiled function
+    Rollouts.push -- weights ------> _Actors -- Ray call: weights ----> RolloutActor, which has a pool
+    Rollouts.get  <-- trajectory --- _Actors <-- answer: PackedRollout -- and the compiled function
 
-With `backend="ray"`, `make` uses a cluster in the other way: the pool is here and its workers are there.
+Ray places the actors, and starts the process of a lost one again. With `backend="ray"`, `make` uses a
+cluster in the other way: the pool is here and its workers are there.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
+import math
+import os
 import pickle
 import queue
+import secrets
+import tempfile
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import InitVar, dataclass, field, fields
-from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxvec import _errors
-from jaxvec._arguments import derive_seeds
-from jaxvec._backends.ray import cluster, nodes
-from jaxvec._backends.ray.backend import Ray
+from jaxvec._backends.ray import cluster
+from jaxvec._backends.ray.actor import (
+    JAX_OPTIONS,
+    PackedRollout,
+    Program,
+    RemoteError,
+    RolloutActor,
+    check_keys,
+    pack,
+    unpack,
+)
 from jaxvec._backends.remote.wire import versions
 from jaxvec._options import OnFault, PoolConfig, Restart, Timeouts, check_count, parse_restart
 from jaxvec._util import dumps
-from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.protocol import pickle_given
-from jaxvec.callbacks._functions import reset, restore, save
-from jaxvec.callbacks._make import make
 
-# --- In an actor: a local pool, and the user's rollout function, compiled for it -------------------------
-# A pytree travels as a list of NumPy arrays, which Ray does not copy again, and its structure. cloudpickle
-# pickles the structure, so that it may contain classes of a script or a notebook.
-
-Leaves: TypeAlias = list[NDArray[Any]]
-
-# The options of JAX that affect the numbers that a program computes.
-_JAX_OPTIONS = (
-    "jax_enable_x64",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-)
-
-
-class Program(NamedTuple):
-    """The definition of the rollouts, equal for all actors; see `Rollouts`."""
-
-    rollout: Callable[..., Any]
-    env: Any
-    num_envs: int
-    seed: int
-    options: Mapping[str, Any]  # of `make`
-    save_states: bool
-    jaxvec: str  # the learner's version
-    jax: Mapping[str, Any]  # the learner's values of `_JAX_OPTIONS`
-
-
-@dataclass(frozen=True)
-class PackedRollout:
-    """A finished rollout on its way to `Rollouts.get`; see `Rollout`."""
-
-    structure: bytes
-    leaves: Leaves
-    env_steps: int
-    pool_restarts: int  # during this rollout
-    actor: int
-    index: int
-    version: int
-    snapshot: bytes | None
-
-
-class RemoteError(NamedTuple):
-    """An exception in an actor, as text, and pickled if possible."""
-
-    name: str
-    message: str
-    traceback: str
-    pickled: bytes | None
-    pool_restarts: int = 0  # during the rollout that failed
-
-
-class RolloutActor:
-    """The class of the Ray actors. Its calls run one at a time, in order."""
-
-    _envs: VectorEnv | None = None
-
-    def identify(self) -> str:
-        ray: Any = importlib.import_module("ray")
-        return f"node {ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:12]})"
-
-    def start(
-        self, pickled: bytes, number: int, incarnation: int, index: int, snapshot: bytes | None
-    ) -> RemoteError | None:
-        """Makes the pool of a pickled `Program`, and resets it or restores it from a snapshot.
-
-        `incarnation` counts replacements, from 0; `index` is that of the next rollout.
-        """
-        try:
-            program: Program = cloudpickle.loads(pickled)
-            version = versions()["jaxvec"]
-            if program.jaxvec != version:
-                raise ImportError(
-                    f"jaxvec has version {version} on this node, but {program.jaxvec} in the learner's "
-                    "process; install the same version"
-                )
-            for name, value in program.jax.items():
-                jax.config.update(name, value)
-            self._program = jax.jit(program.rollout)
-            self._envs = make(program.env, program.num_envs, **program.options)
-            self._number = number
-            seed = program.seed + number * program.num_envs
-            if incarnation or index:  # the predecessor's seeds would repeat its episodes
-                seed = derive_seeds(seed, incarnation, index)
-            self._handle, self._timestep = reset(self._envs, seed=seed)
-            self._saves = program.save_states
-            if snapshot is not None:
-                states, carry = pickle.loads(snapshot)
-                self._handle, _ = restore(self._handle, self._envs.unpack_states(states))
-                self._timestep = jax.device_put(unpack(*carry))
-            self._snapshot()  # fails now, rather than after a rollout, if envs have no states
-            self._key = jax.random.fold_in(jax.random.key(program.seed), number)
-            self._fold_in = jax.jit(jax.random.fold_in)  # takes a tenth of the time of separate operations
-            self._params: Any = None
-            self._version = -1
-            self._total = pool_of(self._envs).stats(processes=False).total
-        except Exception as error:
-            return _pack_error(error)
-        return None
-
-    def run(
-        self, version: int, weights: tuple[bytes, Leaves], index: int, count: int
-    ) -> list[PackedRollout | RemoteError]:
-        """Runs `count` rollouts, or fewer if one fails. `weights` are only unpacked if they are new."""
-        assert self._envs is not None
-        results: list[PackedRollout | RemoteError] = []
-        try:
-            if version != self._version:
-                self._params, self._version = jax.device_put(unpack(*weights)), version
-            while len(results) < count:
-                results.append(self._rollout(self._envs, index + len(results)))
-        except Exception as error:
-            try:
-                self._envs.raise_if_failed()
-                failure = _pack_error(error)
-            except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
-                failure = _pack_error(typed)
-            results.append(failure._replace(pool_restarts=self._count_new(self._envs)[1]))
-        return results
-
-    def _rollout(self, envs: VectorEnv, index: int) -> PackedRollout:
-        key = self._fold_in(self._key, np.uint32(index))
-        self._handle, self._timestep, trajectory = self._program(
-            self._params, self._handle, self._timestep, key
-        )
-        structure, leaves = pack(trajectory)
-        snapshot = self._snapshot()
-        counts = self._count_new(envs)
-        return PackedRollout(structure, leaves, *counts, self._number, index, self._version, snapshot)
-
-    def _count_new(self, envs: VectorEnv) -> tuple[int, int]:
-        """Returns the numbers of env steps and of restarts since the last call."""
-        before, self._total = self._total, pool_of(envs).stats(processes=False).total
-        return self._total.steps - before.steps, self._total.restarts - before.restarts
-
-    def _snapshot(self) -> bytes | None:
-        """Returns the states of the envs and the argument of the next rollout, if they are to be saved."""
-        if not self._saves or self._envs is None:
-            return None
-        self._handle, state = save(self._handle)
-        # Ray copies bytes; an array would keep the whole rollout in its object store.
-        return dumps((self._envs.pack_states(state).tobytes(), pack(self._timestep)))
-
-    def close(self) -> None:
-        if self._envs is not None:
-            self._envs.close()
-
-
-def pack(tree: Any) -> tuple[bytes, Leaves]:
-    """Waits for a pytree of arrays; returns its pickled structure and its leaves."""
-    check_keys(tree)
-    leaves, structure = jax.tree.flatten(tree)
-    return _dump(structure), jax.device_get(leaves)
-
-
-def check_keys(tree: Any) -> None:
-    """Raises `TypeError` if a pytree contains JAX keys, which NumPy can't hold."""
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise TypeError(
-                "params and trajectories can't contain JAX keys, nor, with save_states, the second result of "
-                "the rollout; send jax.random.key_data(key), and call "
-                "jax.random.wrap_key_data at the other end"
-            )
-
-
-def copy_leaf(leaf: Any) -> Any:
-    """Returns a copy, which JAX may make later, but which stays valid if the original is donated."""
-    if isinstance(leaf, jax.Array):
-        return jnp.copy(leaf)
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
-def unpack(structure: bytes, leaves: Leaves) -> Any:
-    return jax.tree.unflatten(_load(structure), leaves)
-
-
-@lru_cache(maxsize=16)
-def _dump(structure: Any) -> bytes:
-    return dumps(jax.tree.unflatten(structure, range(structure.num_leaves)))
-
-
-@lru_cache(maxsize=16)
-def _load(structure: bytes) -> Any:
-    return jax.tree.structure(cloudpickle.loads(structure))
-
-
-def _pack_error(error: Exception) -> RemoteError:
-    pickled = None
-    with suppress(Exception):
-        pickled = dumps(error)
-    return RemoteError(type(error).__name__, str(error), "".join(traceback.format_exception(error)), pickled)
-
-
-# --- In the learner's process: the actors, which are kept busy with the newest weights and replaced when lost
-# One thread owns all state of the actors. It executes events from a queue: Ray adds the answers of actors,
-# and the learner adds the rollouts that it has taken. So answers are handled in the order in which they
-# arrive, without polling or locks.
+# --- In the learner's process: the actors, which are kept busy with the newest weights ---------------------
+# An actor has one call at a time. Ray delivers its answer in a thread of Ray, which starts the next call and
+# queues rollouts and failures; the learner handles both in `get`. A call of Ray that waits, such as
+# `ray.kill`, would never end in Ray's thread, nor under the lock for which that thread may wait.
 
 _logger = logging.getLogger("jaxvec")
 
@@ -254,86 +66,113 @@ _LATE_FACTOR = 10
 # Weights up to this size are sent with each call. An object in Ray's store costs milliseconds of CPU time.
 _MAX_MESSAGE_BYTES = 64 << 10
 
+_SAME_FAULT_INTERVAL = 10.0  # seconds after a loss, in which another one at the start is no further fault
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
-_JOIN_TIMEOUT = 10.0  # seconds for the group's thread to end, with all actors
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
-
-
-# The next rollout of an actor, and the snapshot that it starts with, if there is one.
-Progress: TypeAlias = tuple[int, bytes | None]
+_READY_CHECK_INTERVAL = 0.01  # seconds between checks of weights that JAX computes
 
 
 @dataclass
 class _Place:
-    """The place of an actor in the group, and its current actor."""
+    """The place of an actor, and the state of the actor. Ray's thread changes it under the lock."""
 
     number: int
-    incarnation: int = -1
+    index: int  # of the next rollout
+    snapshot: bytes | None  # after the last rollout, until it is used
     actor: Any = None
+    incarnation: int = -1  # late answers to an earlier one are ignored
     node: str = "no node yet"
-    pending: str = ""  # name of the method that the actor runs, if any
-    deadline: float = float("inf")  # of that call, of `time.monotonic()`
-    dead_nodes: set[str] = field(default_factory=set[str])  # at the start of the actor
+    pending: str = ""  # name of the method that the actor runs; "failed" until the learner knows a failure
+    deadline: float = math.inf  # of that call, of `time.monotonic()`
     waits: bool = False  # for free resources, longer than an actor may take to start
     given_up: bool = False  # its limits of faults are exceeded
     unread: int = 0  # finished rollouts that the learner has not taken
-    index: int = 0  # of the next rollout
-    snapshot: bytes | None = None  # after the last rollout, until it is used
     version: int = -1  # of the weights in use
     began: float = 0.0  # time of the start of the running rollout, of `time.monotonic()`
     finished: float | None = None  # time of the end of the last one
     longest_s: float = 0.0  # of the finished ones
+    lost: float = -math.inf  # time of the latest loss that counted as a fault
     rollouts: int = 0
     faults: int = 0
     pool_restarts: int = 0
 
 
+class _Failure(NamedTuple):
+    """A failed call of an actor: an exception of Ray, or an exception in the actor."""
+
+    place: _Place
+    incarnation: int
+    method: str
+    error: BaseException | RemoteError
+
+
 @dataclass(eq=False)
-class ActorGroup:
-    """Actors that run rollouts, and the thread that serves them. Timeouts are in seconds, or `None`."""
+class _Actors:
+    """The actors of a `Rollouts` object. Timeouts are in seconds, or `None`."""
 
     ray: Any  # the module
-    backend: Ray
-    num_actors: tuple[int, int]  # least and most
+    options: Mapping[str, Any]  # of the actors
+    places: list[_Place]
+    least: int  # number of actors that must not be given up
     start_timeout: float | None
     rollout_timeout: float | None
     in_flight: int
     rollouts_per_call: int
     policy: Restart | None
-    newest: tuple[int, Any]  # version and weights, a pytree; `Rollouts.push` replaces the tuple
-    pickled: InitVar[bytes]  # the `Program`
-    resume: InitVar[Sequence[Progress]]
-    error: BaseException | None = None  # set before the end is queued; `None` after `stop`
+    newest: tuple[int, Any]  # version and weights, a pytree
+    program: bytes  # the pickled `Program`
 
-    def __post_init__(self, pickled: bytes, resume: Sequence[Progress]) -> None:
-        self.finished: queue.SimpleQueue[PackedRollout | None] = queue.SimpleQueue()  # `None` is the end
-        self._budget = Budget(self.policy, self.num_actors[1], who="actor")
-        self._program = self.ray.put(pickled)
+    def __post_init__(self) -> None:
+        self.num_started = 0
+        self._budget = Budget(self.policy, len(self.places), who="actor")
+        self._lock = threading.RLock()  # an answer that has arrived already is handled by its caller
+        # Finished rollouts, failures, and `None` for an actor that has started, in order of arrival.
+        self._events: queue.SimpleQueue[PackedRollout | _Failure | None] = queue.SimpleQueue()
         self._published = self.newest[0], self._store(self.newest[1])
-        workers = [self.backend.workers_per_actor] * self.num_actors[1]
-        self._placement = nodes.Placement(self.ray, self.backend, workers, self.start_timeout)
-        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
-        self._places = [_Place(number) for number in range(self.num_actors[1])]
-        for place, progress in zip(self._places, resume, strict=False):
-            place.index, place.snapshot = progress
-        self._num_started = 0
-        self._enough_started = threading.Event()  # also set at the end
-        address = self.ray.get_runtime_context().gcs_address
-        self._head = nodes.HeadMonitor(address, lambda why: self._events.put(partial(self._fail, why)))
-        self._thread = threading.Thread(target=self._run, name="jaxvec-rollouts", daemon=True)
-        self._thread.start()
+        self._program = self.ray.put(self.program)
+        actor_class = self.ray.remote(**self.options)(RolloutActor)
+        for place in self.places:
+            place.actor = actor_class.remote()
+            self._start(place)
 
-    # --- Calls of the learner, from any thread ------------------------------------------------------
+    def wait(self, timeout: float | None) -> PackedRollout | None:
+        """Waits for at most a second, and returns a rollout if one is finished. Handles faults of actors.
 
-    def wait_until_started(self) -> None:
-        """Waits until the least number of actors has started; raises the error that prevents it."""
-        self._enough_started.wait()
-        if self.error is not None:
-            raise self.error
+        Raises:
+            RolloutError, ActorDiedError: A fault that the policy does not cover.
+        """
+        is_published = self.publish()
+        first = min(self.places, key=lambda place: place.deadline)
+        limits = [first.deadline - time.monotonic(), _SHUTDOWN_CHECK_INTERVAL if timeout is None else timeout]
+        limits.append(_SHUTDOWN_CHECK_INTERVAL if is_published else _READY_CHECK_INTERVAL)
+        try:
+            event = self._events.get(timeout=max(min(limits), 0))
+        except queue.Empty:
+            if not self.ray.is_initialized():  # most calls of Ray would start another cluster
+                raise self._died(self.places[0], "was lost: Ray was shut down") from None
+            if time.monotonic() >= first.deadline:
+                self._time_out(first, first.incarnation)
+            return None
+        if isinstance(event, _Failure):
+            self._handle(event)
+            return None
+        return event
 
-    def release(self, actor: int) -> None:
+    def publish(self) -> bool:
+        """Lets further rollouts use the newest weights, if JAX has computed them; returns whether it has."""
+        version, params = self.newest
+        if version != self._published[0]:
+            arrays: list[Any] = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+            if not all(array.is_ready() for array in arrays):
+                return False
+            self._published = version, self._store(params)
+        return True
+
+    def release(self, number: int) -> None:
         """Allows an actor another rollout, because the learner has taken one."""
-        self._events.put(partial(self._release, self._places[actor]))
+        with self._lock:
+            self.places[number].unread -= 1
+            self._start_rollout(self.places[number])
 
     def stats(self) -> tuple[ActorStats, ...]:
         now = time.monotonic()
@@ -341,95 +180,183 @@ class ActorGroup:
             ActorStats(
                 p.node, p.rollouts, p.finished and now - p.finished, p.faults, p.pool_restarts, p.version
             )
-            for p in self._places
+            for p in self.places
         )
 
-    def stop(self) -> None:
-        self._events.put(None)
+    def close(self, *, gently: bool) -> None:
+        with self._lock:
+            working = [place.actor for place in self.places if place.version != -1]
+            for place in self.places:
+                place.incarnation += 1
+        if gently and self.ray.is_initialized():
+            calls = [actor.close.remote() for actor in working]
+            self.ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT) if calls else None
+        for place in self.places:
+            self._kill(place, no_restart=True)
 
-    def close(self) -> None:
-        self.stop()
-        self._thread.join(_JOIN_TIMEOUT)
-
-    # --- The group's thread -------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            for place in self._places:
-                self._start(place)
-            while (event := self._next_event()) is not None:
-                event()
-        except BaseException as error:  # any error must reach the learner
-            self.error = error
-        finally:
-            self._head.close()
-            with suppress(Exception):
-                self._end()
-            self.finished.put(None)
-            self._enough_started.set()
-
-    def _next_event(self) -> Callable[[], None] | None:
-        while True:
-            first = min(self._places, key=lambda place: place.deadline)
-            timeout = max(min(first.deadline - time.monotonic(), _SHUTDOWN_CHECK_INTERVAL), 0)
-            try:
-                return self._events.get(timeout=timeout)
-            except queue.Empty:
-                self._check_connected()
-                if time.monotonic() >= first.deadline:
-                    return partial(self._time_out, first)
+    # --- Calls, and their answers in a thread of Ray ------------------------------------------------
 
     def _start(self, place: _Place) -> None:
-        self._kill(place)
-        place.incarnation += 1
-        place.version = -1
-        place.dead_nodes = nodes.find_dead_nodes(self.ray)
-        place.node = "no node yet"
-        options = self._placement.actor_options(place.number, self.backend.workers_per_actor)
-        if not options["num_gpus"]:
-            env_vars = options["runtime_env"].get("env_vars", {})
-            options["runtime_env"]["env_vars"] = {"JAX_PLATFORMS": "cpu", **env_vars}
-        place.actor = self.ray.remote(**options)(RolloutActor).remote()
-        place.deadline = _deadline(self.start_timeout)
-        # Retried: until Ray notices the death of a node it reports "unavailable", and lists no dead node.
-        self._call(place, "identify", self._on_identified, retried=True)
+        """Starts the envs of a new actor, or of one that Ray starts again, once it is there."""
+        with self._lock:
+            place.incarnation += 1
+            place.version = -1
+            place.deadline = _deadline(self.start_timeout)
+            self._call(place, "identify")
 
-    def _on_identified(self, place: _Place, node: str) -> None:
+    def _call(self, place: _Place, method: str, *args: Any) -> None:
+        place.pending = method
+        bound = getattr(place.actor, method)
+        if method == "identify":  # it waits until Ray has started the process, as often as that is lost
+            bound = bound.options(max_task_retries=-1)
+        future: Future[Any] = bound.remote(*args).future()
+        future.add_done_callback(partial(self._on_answer, place, place.incarnation, method))
+
+    def _on_answer(self, place: _Place, incarnation: int, method: str, future: Future[Any]) -> None:
+        with self._lock:
+            if place.incarnation != incarnation:
+                return
+            place.pending, place.deadline, failure = "", math.inf, future.exception()
+            try:
+                failure = failure or getattr(self, f"_on_{method}")(place, future.result())
+            except Exception as error:  # of the next call; Ray would only log it
+                failure = error
+            if failure is not None:
+                place.pending = "failed"
+                self._events.put(_Failure(place, incarnation, method, failure))
+
+    def _on_identify(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
         place.deadline = _deadline(self.start_timeout)
         # A snapshot is used once: if the envs fail again from there, they are reset.
         snapshot, place.snapshot = place.snapshot, None
-        numbers = place.number, place.incarnation, place.index
-        self._call(place, "start", self._on_started, self._program, *numbers, snapshot)
+        self._call(place, "start", self._program, place.number, place.incarnation, place.index, snapshot)
 
-    def _on_started(self, place: _Place, failure: RemoteError | None) -> None:
-        if failure is not None:
-            self._on_error(place, failure, "when it started")
-            return
-        place.deadline = float("inf")
-        self._num_started += 1
-        if self._num_started >= self.num_actors[0]:
-            self._enough_started.set()
-        self._start_rollout(place)
+    def _on_start(self, place: _Place, failure: RemoteError | None) -> RemoteError | None:
+        if failure is None:
+            self.num_started += 1
+            self._events.put(None)
+            self._start_rollout(place)
+        return failure
 
     def _start_rollout(self, place: _Place) -> None:
         """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
         count = self.rollouts_per_call
         if place.given_up or place.pending or place.unread + count > max(self.in_flight, count):
             return
-        place.version, weights = self._publish()
+        place.version, weights = self._published
         place.began = time.monotonic()
         late_s = max(_LATE_SECONDS, _LATE_FACTOR * place.longest_s)
         place.deadline = min(_deadline(self.rollout_timeout), _deadline(late_s))
-        self._call(place, "run", self._on_rollouts, place.version, weights, place.index, count)
+        self._call(place, "run", place.version, weights, place.index, count)
 
-    def _publish(self) -> tuple[int, Any]:
-        """Returns the version of the newest weights that are computed, and these weights for the actors."""
-        version, params = self.newest
-        arrays: list[Any] = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-        if version != self._published[0] and all(array.is_ready() for array in arrays):
-            self._published = version, self._store(params)
-        return self._published
+    def _on_run(self, place: _Place, results: list[PackedRollout | RemoteError]) -> RemoteError | None:
+        now = time.monotonic()
+        for result in results:
+            place.pool_restarts += result.pool_restarts
+            if isinstance(result, RemoteError):
+                return result
+            place.finished, place.snapshot = now, result.snapshot
+            place.rollouts += 1
+            place.index += 1
+            place.unread += 1
+            self._events.put(result)
+        place.longest_s = max(place.longest_s, now - place.began)
+        self._start_rollout(place)
+        return None
+
+    # --- Faults, in the learner's thread ------------------------------------------------------------
+
+    def _handle(self, failure: _Failure) -> None:
+        place, error = failure.place, failure.error
+        if place.incarnation != failure.incarnation:
+            return
+        if isinstance(error, RemoteError):
+            when = "when it started" if failure.method == "start" else f"in rollout {place.index}"
+            typed = _unpack_error(error, place, when)
+            # If others have started, one that can't start is a fault of its node, such as a missing package.
+            if place.version != -1 and not isinstance(typed.__cause__, _FAULTS):
+                raise typed
+            self._recover(place, typed)
+        else:  # of Ray, which repeats `ActorUnavailableError` while it starts a process again
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            why = f"was lost: {type(error).__name__}: {' '.join(lines)[:2000]}"
+            # The process of a lost node lives on for a moment, and may answer `identify` before it ends.
+            if failure.method == "start" and time.monotonic() - place.lost < _SAME_FAULT_INTERVAL:
+                self._start(place)
+                return
+            place.lost = time.monotonic()
+            self._recover(place, self._died(place, why), restarts=failure.method != "identify")
+
+    def _time_out(self, place: _Place, incarnation: int) -> None:
+        with self._lock:
+            if place.incarnation != incarnation or time.monotonic() < place.deadline:
+                return
+            limit_s, late_s = self.rollout_timeout, time.monotonic() - place.began
+            if place.pending == "run" and (limit_s is None or late_s < limit_s):
+                _logger.warning(
+                    "actor %d on %s has not finished rollout %d after %.0f s; rollout_timeout=... replaces "
+                    "actors that hang",
+                    *(place.number, place.node, place.index, late_s),
+                )
+                place.deadline = math.inf if limit_s is None else place.began + limit_s
+                return
+            # The call of `Rollouts` has an end; later, a lack of resources is no fault.
+            if place.pending == "identify" and self.num_started >= self.least:
+                self._report_wait(place)
+                return
+        if place.pending == "run":
+            limit = f"rollout_timeout, {limit_s} s"
+            why = f"did not finish rollout {place.index} within {limit}; raise the limit"
+        else:
+            why = f"was not ready within Timeouts.start, {self.start_timeout} s"
+            if place.pending == "identify":
+                free = self.ray.available_resources()
+                why += f": Ray has not started it; it needs {dict(self.options)}, available: {free}"
+        self._kill(place, no_restart=False)
+        self._recover(place, self._died(place, why))
+
+    def _report_wait(self, place: _Place) -> None:
+        place.deadline = _deadline(self.start_timeout)
+        if not place.waits:
+            place.waits = True
+            _logger.warning(
+                "the cluster has had no free resources for actor %d for %s s; it waits, and %d others work",
+                *(place.number, self.start_timeout),
+                sum(not (each.waits or each.given_up) for each in self.places),
+            )
+
+    def _recover(
+        self, place: _Place, error: _errors.RolloutError | _errors.ActorDiedError, *, restarts: bool = True
+    ) -> None:
+        """Counts a fault of an actor, and starts its envs again, or gives it up if enough are left."""
+        if self.num_started < self.least:
+            raise error
+        place.faults += 1
+        try:
+            if not restarts:  # Ray has given it up
+                raise error
+            self._budget.spend(place.number, error, ", and resets its envs")
+        except (_errors.ActorDiedError, _errors.RolloutError):  # the error itself
+            left = sum(not each.given_up for each in self.places) - 1
+            if self.policy is None or left < self.least:
+                raise
+            with self._lock:
+                place.given_up, place.version, place.deadline = True, -1, math.inf
+                place.incarnation += 1
+            self._kill(place, no_restart=True)
+            _logger.error("%s The other actors continue: %d are left", error, left)
+            return
+        self._start(place)
+
+    def _died(self, place: _Place, why: str) -> _errors.ActorDiedError:
+        message = f"actor {place.number} on {place.node} {why}"
+        return _errors.ActorDiedError(message, actor=place.number, node=place.node)
+
+    def _kill(self, place: _Place, *, no_restart: bool) -> None:
+        if self.ray.is_initialized():
+            with suppress(Exception):
+                self.ray.kill(place.actor, no_restart=no_restart)
 
     def _store(self, params: Any) -> Any:
         """Returns packed weights, or a reference to them in Ray's object store if they are large."""
@@ -437,151 +364,9 @@ class ActorGroup:
         nbytes = sum(np.asarray(leaf).nbytes for leaf in packed[1])
         return packed if nbytes <= _MAX_MESSAGE_BYTES else self.ray.put(packed)
 
-    def _on_rollouts(self, place: _Place, results: list[PackedRollout | RemoteError]) -> None:
-        place.deadline, now = float("inf"), time.monotonic()
-        for result in results:
-            place.pool_restarts += result.pool_restarts
-            if isinstance(result, RemoteError):
-                self._on_error(place, result, f"in rollout {place.index}")
-                return
-            place.finished = now
-            place.rollouts += 1
-            self.finished.put(result)
-            place.snapshot = result.snapshot
-            place.index += 1
-            place.unread += 1
-        place.longest_s = max(place.longest_s, now - place.began)
-        self._start_rollout(place)
-
-    def _on_error(self, place: _Place, failure: RemoteError, when: str) -> None:
-        """Replaces an actor with a pool that can't start or is broken; raises any other error."""
-        error = _unpack_error(failure, place, when)
-        # If others have started, one that can't start is a fault of its node, such as a missing package.
-        if place.version != -1 and not isinstance(error.__cause__, _FAULTS):
-            raise error
-        self._restart(place, error)
-
-    def _release(self, place: _Place) -> None:
-        place.unread -= 1
-        self._start_rollout(place)
-
-    def _time_out(self, place: _Place) -> None:
-        if place.pending == "run":
-            limit_s, now = self.rollout_timeout, time.monotonic()
-            if limit_s is None or now < place.began + limit_s:
-                _logger.warning(
-                    "actor %d on %s has not finished rollout %d after %.0f s; rollout_timeout=... replaces "
-                    "actors that hang",
-                    *(place.number, place.node, place.index, now - place.began),
-                )
-                place.deadline = float("inf") if limit_s is None else place.began + limit_s
-                return
-            limit = f"rollout_timeout, {limit_s} s"
-            self._replace(place, f"did not finish rollout {place.index} within {limit}; raise the limit")
-            return
-        why = f"was not ready within Timeouts.start, {self.start_timeout} s"
-        if place.pending == "identify":
-            # The call of `Rollouts` has an end; later, a lack of resources is no fault.
-            if self._enough_started.is_set() and not self._placement.loss():
-                self._wait_for_resources(place)
-                return
-            needs, free = self.backend.of_actor(), self.ray.available_resources()
-            why += f": Ray has not started it; it needs {needs}, available: {free}"
-        self._replace(place, why)
-
-    def _replace(self, place: _Place, why: str) -> None:
-        """Replaces an actor that can't be used any more; raises an error if the policy does not allow it."""
-        self._check_connected()
-        # Ray places actors on a dead node until it notices the death. That does not count as a fault.
-        if place.pending == "identify" and not nodes.find_dead_nodes(self.ray) <= place.dead_nodes:
-            self._start(place)
-            return
-        where = f"actor {place.number} on {place.node}"
-        error = _errors.ActorDiedError(f"{where} {why}", actor=place.number, node=place.node)
-        if loss := self._placement.loss():
-            error.args = (f"{error}\n{loss}",)
-            raise error
-        self._restart(place, error)
-
-    def _restart(self, place: _Place, error: _errors.RolloutError | _errors.ActorDiedError) -> None:
-        """Counts a fault of an actor, and starts another one, or gives up its place if enough are left."""
-        self._kill(place)
-        if not self._enough_started.is_set():
-            raise error
-        place.faults += 1
-        try:
-            self._budget.spend(place.number, error, ", and resets its envs")
-        except (_errors.ActorDiedError, _errors.RolloutError):  # the error itself
-            place.given_up = True
-            left = sum(not each.given_up for each in self._places)
-            if self.policy is None or left < self.num_actors[0]:
-                raise
-            place.actor, place.deadline, place.version = None, float("inf"), -1
-            place.incarnation += 1  # late answers are of no interest
-            _logger.error("%s The other actors continue: %d are left", error, left)
-            return
-        self._start(place)
-
-    def _wait_for_resources(self, place: _Place) -> None:
-        place.deadline = _deadline(self.start_timeout)
-        if not place.waits:
-            place.waits = True
-            _logger.warning(
-                "the cluster has had no free resources for actor %d for %s s; it waits, and %d others work",
-                *(place.number, self.start_timeout),
-                sum(not (each.waits or each.given_up) for each in self._places),
-            )
-
-    def _check_connected(self) -> None:
-        # After a shutdown, most calls of Ray would start another cluster.
-        if not self.ray.is_initialized():
-            self._fail("was lost: Ray was shut down")
-
-    def _fail(self, why: str) -> None:
-        """Raises an error that concerns all actors, in the name of the first."""
-        node = self._places[0].node
-        raise _errors.ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
-
-    def _call(
-        self, place: _Place, method: str, on_result: Callable[..., None], *args: Any, retried: bool = False
-    ) -> None:
-        """Calls a method of an actor. `on_result` gets the result in this thread."""
-        incarnation = place.incarnation
-
-        def handle(future: Future[Any]) -> None:
-            if place.incarnation != incarnation:  # a late answer of an actor that was replaced
-                return
-            if (error := future.exception()) is not None:
-                self._replace(place, nodes.describe_loss(error))
-                return
-            place.pending = ""
-            on_result(place, future.result())
-
-        place.pending = method
-        bound = getattr(place.actor, method)
-        if retried:
-            bound = bound.options(max_task_retries=-1)
-        future: Future[Any] = bound.remote(*args).future()
-        future.add_done_callback(lambda future: self._events.put(partial(handle, future)))
-
-    def _end(self) -> None:
-        if self._head.lost or not self.ray.is_initialized():
-            return
-        if self.error is None:
-            calls = [place.actor.close.remote() for place in self._places if place.actor is not None]
-            self.ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT)
-        for place in self._places:
-            self._kill(place)
-        self._placement.close()
-
-    def _kill(self, place: _Place) -> None:
-        if place.actor is not None:
-            with suppress(Exception):
-                self.ray.kill(place.actor, no_restart=True)
-
 
 def _deadline(seconds: float | None) -> float:
-    return float("inf") if seconds is None else time.monotonic() + seconds
+    return math.inf if seconds is None else time.monotonic() + seconds
 
 
 def _unpack_error(packed: RemoteError, place: _Place, when: str) -> _errors.RolloutError:
@@ -617,9 +402,7 @@ class Rollout:
 
     Example:
         ```python
-        with jaxvec.Rollouts(rollout, "CartPole-v1", 16, num_actors=4, params=params) as rollouts:
-            done = rollouts.get()
-            print(done.actor, done.index, done.lag, done.trajectory.obs.shape)
+        print(rollouts.get().trajectory.obs.shape)
         ```
     """
 
@@ -630,8 +413,7 @@ class Rollout:
     lag: int
 
 
-@dataclass(frozen=True)
-class ActorStats:
+class ActorStats(NamedTuple):
     """Counters of one actor of a `Rollouts` object, and of its predecessors.
 
     Attributes:
@@ -651,8 +433,7 @@ class ActorStats:
     version: int
 
 
-@dataclass(frozen=True)
-class RolloutStats:
+class RolloutStats(NamedTuple):
     """Counters of a `Rollouts` object.
 
     Attributes:
@@ -664,9 +445,7 @@ class RolloutStats:
 
     Example:
         ```python
-        with jaxvec.Rollouts(rollout, "CartPole-v1", 16, num_actors=4, params=params) as rollouts:
-            rollouts.get()
-            print(rollouts.stats().env_steps, rollouts.stats().actors[0].faults)
+        print(rollouts.stats().actors[0].faults)
         ```
     """
 
@@ -682,52 +461,49 @@ class Rollouts(AbstractContextManager["Rollouts"]):
 
     Each actor runs `rollout(params, handle, timestep, key)`, compiled by `jax.jit`, again and again. The
     function steps the actor's envs as often as it likes. It returns the next handle, the `timestep` argument
-    of the next rollout, and a trajectory. So the learner's process does some work per rollout, and none per
-    step. The first rollout gets the time step of the reset.
+    of the next rollout, and a trajectory. The first rollout gets the time step of the reset. Arguments and
+    results are pytrees of arrays. Actors adopt those JAX options of the learner that affect results.
 
     Rollout `index` of actor `i` gets the key
     `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), i), index)`, and env `j` of that actor gets
-    the seed `seed + i * num_envs + j`. An actor that replaces a lost one continues the numbering of its
+    the seed `seed + i * num_envs + j`. An actor whose process was lost continues the numbering of its
     rollouts, and resets its envs with other seeds, or restores them (`save_states`).
 
-    Actors compute on the CPU, unless `backend` gives them GPUs. They receive the function and `env` by
-    cloudpickle. They adopt those JAX options of the learner that affect results, such as x64.
-
     Args:
-        rollout: Function of the newest weights, the handle of the actor's envs, the second result of the
-            previous rollout, and a key; see above. Arguments and results are pytrees of arrays.
+        rollout: Function that the actors run; see above. They receive it and `env` by cloudpickle.
         env: Env id or constructor, as for `jaxvec.make`.
         num_envs: Number of envs of each actor.
         num_actors: Least and most number of actors, as `(2, 16)`; `16` means `(1, 16)`. The call waits until
             the least number has started, and `get` raises if faults leave fewer. The others start as soon as
-            the cluster has free resources, and so do replacements of lost actors.
+            the cluster has free resources, and so do lost actors.
         params: First weights, version 0; a pytree of arrays.
         seed: Seed of the envs and keys.
-        backend: `"ray"`, or a `jaxvec.Ray`. An actor holds `resources_per_worker` times
-            `workers_per_actor`, and its pool has `workers_per_actor` worker processes. A single worker is
-            the actor itself, unless `timeouts` limits steps or resets, the actor has a GPU, or
-            `workers=jaxvec.Workers()` asks for a process. Envs that use JAX need a process.
+        actor_options: Options of the actors, as for Ray's `.options(...)`: `num_cpus`, `resources`,
+            `scheduling_strategy`, `runtime_env`, and others. By default, an actor reserves a CPU per worker.
+            It computes on the CPU unless it has `num_gpus`.
         device: `jax.Device` or sharding for trajectories; JAX's default if `None`.
         max_lag: Largest number of versions between the weights of a trajectory and the newest weights. Older
             trajectories are dropped and counted. `None` for no limit.
-        rollouts_per_call: Number of rollouts that an actor runs per message, all with the same weights. This
-            saves time if they are short. They arrive together, and `rollout_timeout` limits all of them.
+        rollouts_per_call: Number of rollouts that an actor runs per message, all with the same weights. They
+            arrive together, and `rollout_timeout` limits all of them.
         in_flight: Number of rollouts that an actor may finish before `get` returns the first of them; at
             least `rollouts_per_call`.
-        on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. `"restart"`, or a
-            `jaxvec.Restart`, also replaces lost actors, and those with a pool that its envs or workers have
-            broken; its limits count separately for each actor. One that exceeds them is given up, while
-            enough others are left. An exception of `rollout` always ends all.
-        save_states: Whether actors save the states of their envs with each rollout. A replacement of an actor
-            then continues from its last rollout, and so does `resume`, bit for bit.
+        on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. With `"restart"`, or a
+            `jaxvec.Restart`, Ray also starts lost actors again, and actors make a pool anew that is broken;
+            the limits count separately for each actor. One that exceeds them is given up, while enough
+            others are left. An exception of `rollout` always ends all.
+        save_states: Whether actors save the states of their envs with each rollout. A lost actor then
+            continues from its last rollout, and so does `resume`, bit for bit.
         resume: Result of `checkpoint`. Actors continue with the next rollouts, and `params` have the version
             that was the newest. Load only what you trust: it contains pickles.
         timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
             an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
             `None` for no limit, but the log reports a rollout that takes over a minute and ten times longer
-            than any before. `timeouts` can limit single steps.
-        **options: Other options of `jaxvec.make`, and arguments of the env.
+            than any before. `get` checks this. `timeouts` can limit single steps.
+        **options: Other options of `jaxvec.make`, and arguments of the env. By default, the actor itself is
+            the only worker, unless `timeouts` limits steps or resets, the actor has a GPU, or
+            `workers=jaxvec.Workers()` asks for a process. Envs that use JAX need a process.
 
     Raises:
         RolloutError: An actor could not make its pool; `__cause__` is the error of `make`.
@@ -738,17 +514,6 @@ class Rollouts(AbstractContextManager["Rollouts"]):
 
     Example:
         ```python
-        def rollout(params, handle, timestep, key):
-            def step(carry, key):
-                handle, obs = carry
-                action = jax.random.categorical(key, obs @ params)
-                handle, timestep = jaxvec.step(handle, action)
-                return (handle, timestep.obs), (obs, action, timestep)
-
-            (handle, obs), trajectory = jax.lax.scan(step, (handle, timestep.obs), jax.random.split(key, 64))
-            return handle, timestep._replace(obs=obs), trajectory
-
-        params = jnp.zeros((4, 2))
         with jaxvec.Rollouts(rollout, "CartPole-v1", 16, num_actors=4, params=params) as rollouts:
             for _ in range(100):
                 params = learn(params, rollouts.get(timeout=60).trajectory)
@@ -765,7 +530,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         num_actors: int | tuple[int, int],
         params: Any,
         seed: int = 0,
-        backend: Literal["ray"] | Ray = "ray",
+        actor_options: Mapping[str, Any] | None = None,
         device: Any = None,
         max_lag: int | None = None,
         rollouts_per_call: int = 1,
@@ -779,9 +544,8 @@ class Rollouts(AbstractContextManager["Rollouts"]):
     ) -> None:
         if not callable(rollout):
             raise TypeError(f"rollout must be a function, not {rollout!r}")
-        ray_options = Ray() if backend == "ray" else backend
-        if not isinstance(ray_options, Ray):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f'backend must be "ray" or a jaxvec.Ray, not {backend!r}')
+        if "backend" in options:
+            raise TypeError("Rollouts has no option 'backend': actor_options= has the options of Ray actors")
         least, most = num_actors if isinstance(num_actors, tuple) else (1, num_actors)
         counts = {"num_envs": num_envs, "rollouts_per_call": rollouts_per_call, "in_flight": in_flight}
         for name, count in {"num_actors": most, "num_actors[0]": least, **counts}.items():
@@ -791,52 +555,62 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         check_count("seed", seed, 0)
         if max_lag is not None:
             check_count("max_lag", max_lag, 0)
-        if "num_workers" in options:
-            raise TypeError(
-                "Rollouts has no option 'num_workers': Ray(workers_per_actor=) sets the number of workers of "
-                "each actor's pool"
-            )
-        workers = ray_options.workers_per_actor
+        self._max_lag, self._device = max_lag, device
+        self._closed = False
+        self._early: deque[PackedRollout] = deque()  # finished before the least number of actors had started
+        self._broken: BaseException | None = None
+        self._rollouts = self._env_steps = self._dropped = 0
+        # The version of the weights; for each actor, its next rollout and the snapshot before it.
+        self._version = 0
+        self._progress: list[tuple[int, bytes | None]] = [(0, None)] * most
+        self._origin = {"seed": seed, "num_envs": num_envs}
+        if resume is not None:
+            self._load(resume)
+        workers = options.setdefault("num_workers", 1)
+        actor_options = {"num_cpus": workers, **(actor_options or {})}
         # One worker would only wait for the actor's process, and the other way round.
         needs_process = workers > 1 or not {"workers", "spare_envs", "batch_size"}.isdisjoint(options)
-        needs_process |= bool(timeouts.step or timeouts.reset or ray_options.of_actor().get("GPU"))
-        options |= {"num_workers": workers, "on_fault": on_fault, "timeouts": timeouts}
+        needs_process |= bool(timeouts.step or timeouts.reset or actor_options.get("num_gpus"))
+        options |= {"on_fault": on_fault, "timeouts": timeouts}
         options["backend"] = "process" if needs_process else "serial"
         if save_states:
             options.setdefault("states", num_envs)
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
-        here = versions()["jaxvec"], {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
-        program = Program(rollout, env, num_envs, seed, options, save_states, *here)
+        # Programs that an actor has compiled are there when its process is started again.
+        cache = os.path.join(tempfile.gettempdir(), f"jaxvec-{secrets.token_hex(8)}")
+        env_vars = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        if not actor_options.get("num_gpus"):
+            env_vars["JAX_PLATFORMS"] = "cpu"
+        runtime_env = actor_options.get("runtime_env", {})
+        runtime_env = {**runtime_env, "env_vars": env_vars | runtime_env.get("env_vars", {})}
+        here = versions()["jaxvec"], {name: getattr(jax.config, name) for name in JAX_OPTIONS}
+        program = Program(rollout, env, num_envs, seed, options, save_states, cache, *here)
         pickled = pickle_given(program, _refuse, dumps)
-        ray = cluster.connect(ray_options, timeouts.start).ray
-        nodes.check_place(ray, ray_options.of_actor())
-        self._max_lag = max_lag
-        self._device = device
-        self._version = 0
-        self._progress: list[Progress] = [(0, None)] * most
-        self._origin = {"seed": seed, "num_envs": num_envs}
-        if resume is not None:
-            self._load(resume)
-        self._closed = False
-        self._broken: BaseException | None = None
-        self._rollouts = self._env_steps = self._dropped = 0
-        self._actors = ActorGroup(
+        check_keys(params)
+        policy = parse_restart(on_fault)
+        ray = cluster.connect()
+        self._actors = _Actors(
             ray,
-            ray_options,
-            num_actors=(least, most),
+            {"max_restarts": -1 if policy else 0, **actor_options, "runtime_env": runtime_env},
+            [_Place(number, *progress) for number, progress in enumerate(self._progress)],
+            least=least,
             start_timeout=timeouts.start,
             rollout_timeout=rollout_timeout,
             in_flight=in_flight,
             rollouts_per_call=rollouts_per_call,
-            policy=parse_restart(on_fault),
-            newest=(self._version, jax.tree.map(copy_leaf, params)),
-            pickled=pickled,
-            resume=self._progress,
+            policy=policy,
+            newest=(self._version, jax.tree.map(_copy_leaf, params)),
+            program=pickled,
         )
-        # Not at exit: Ray itself ends the actors then.
-        weakref.finalize(self, self._actors.stop).atexit = False
+        # In a thread, as a call of Ray that waits must not run in one of Ray's. Not at exit: Ray itself ends
+        # the actors then.
+        end = threading.Thread(target=partial(self._actors.close, gently=False), daemon=True).start
+        self._finalizer = weakref.finalize(self, end)
+        self._finalizer.atexit = False
         try:
-            self._actors.wait_until_started()
+            while self._actors.num_started < least:
+                if (done := self._wait(None)) is not None:
+                    self._early.append(done)
         except BaseException:
             self.close()
             raise
@@ -857,17 +631,10 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            self._check_open()
-            try:
-                done = self._actors.finished.get(timeout=until and max(until - time.monotonic(), 0))
-            except queue.Empty:
-                why = f"no rollout was done within {timeout} s; call get again"
-                raise _errors.NotReadyError(why) from None
-            if done is None:
-                self._actors.finished.put(None)  # the mark of the end, for other threads and later calls
-                self._broken = self._actors.error
-                if self._broken is not None:
-                    raise self._broken
+            left = None if until is None else max(until - time.monotonic(), 0)
+            if (done := self._early.popleft() if self._early else self._wait(left)) is None:
+                if left == 0:
+                    raise _errors.NotReadyError(f"no rollout was done within {timeout} s; call get again")
                 continue
             self._actors.release(done.actor)
             self._progress[done.actor] = (done.index + 1, done.snapshot)
@@ -884,7 +651,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         """Publishes new weights. Each actor uses the newest weights from its next rollout on.
 
         The call does not wait until JAX has computed the weights. Until then, rollouts start with the newest
-        ones that are computed. The weights are copied, so they may be donated to the next update.
+        ones that were computed at a call of `push` or `get`. The weights are copied, so they may be donated.
 
         Args:
             params: Pytree of arrays. Actors compile again if its structure, shapes or dtypes are new.
@@ -894,9 +661,9 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         """
         self._check_open()
         check_keys(params)
-        weights = jax.tree.map(copy_leaf, params)
         self._version += 1
-        self._actors.newest = self._version, weights
+        self._actors.newest = self._version, jax.tree.map(_copy_leaf, params)
+        self._actors.publish()
 
     def checkpoint(self) -> bytes:
         """Returns the progress of the actors up to the last `get`, for `Rollouts(resume=...)`.
@@ -913,8 +680,10 @@ class Rollouts(AbstractContextManager["Rollouts"]):
 
     def close(self) -> None:
         """Closes the envs and ends the actors, within about ten seconds. May be called more than once."""
-        self._closed = True
-        self._actors.close()
+        if not self._closed:
+            self._closed = True
+            self._finalizer.detach()
+            self._actors.close(gently=self._broken is None)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -933,6 +702,14 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         self._version = found["version"]
         self._progress = [*found["actors"], *self._progress[len(found["actors"]) :]][: len(self._progress)]
 
+    def _wait(self, timeout: float | None) -> PackedRollout | None:
+        self._check_open()
+        try:
+            return self._actors.wait(timeout)
+        except (_errors.RolloutError, _errors.ActorDiedError) as error:
+            self._broken = error
+            raise
+
     def _check_open(self) -> None:
         if self._closed:
             raise _errors.PoolClosedError("the Rollouts were closed; create new ones")
@@ -940,6 +717,13 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             raise _errors.PoolBrokenError(
                 f"the Rollouts failed before; create new ones: {self._broken}"
             ) from self._broken
+
+
+def _copy_leaf(leaf: Any) -> Any:
+    """Returns a copy, which JAX may make later, but which stays valid if the original is donated."""
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf)
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _refuse(error: Exception) -> _errors.NotPicklableError:

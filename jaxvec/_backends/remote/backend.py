@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from jaxvec._backends.remote.link import HostLauncher
+from jaxvec._memory.segment import split_evenly
 from jaxvec._options import PoolConfig
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import Slices, WorkerGroup
@@ -18,7 +19,8 @@ class HostsBackend(Backend):
     def check(self, config: PoolConfig) -> None:
         if config.workers.python is not None:
             raise ValueError(
-                "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
+                "Workers(python=...) needs workers on this machine; on a Ray cluster, use "
+                'Ray(options={"runtime_env": ...})'
             )
         if config.states.max and config.reset_options is not None:
             raise ValueError(
@@ -33,3 +35,10 @@ class HostsBackend(Backend):
     @abstractmethod
     def launcher(self, slices: Slices, config: PoolConfig) -> HostLauncher:
         """Returns the launcher of the workers of these slices."""
+
+
+def split_workers(slices: Slices, hosts: int) -> list[range]:
+    """Returns the workers of each host; raises `ValueError` if there are fewer workers than hosts."""
+    if len(slices) < hosts:
+        raise ValueError(f"hosts is {hosts}, but the pool has only {len(slices)} workers")
+    return [range(*group) for group in split_evenly(len(slices), hosts)]

@@ -300,9 +300,6 @@ class HostSource(ABC):
         Raises `wire.HostLostError` or another error if there can be none.
         """
 
-    def cause(self) -> wire.HostLostError | None:  # noqa: B027 - a default
-        """Returns the cause of the end of the host's connection, if more than its end is known."""
-
     def end(self) -> None:  # noqa: B027 - a default
         """Ends the host, if the end of its connection is not enough."""
 
@@ -396,11 +393,11 @@ class HostLink:
                 return
         self.lose(f"did not end its process within {_END_TIMEOUT:g} s")
 
-    def lose(self, why: str, *, reachable: bool = True, closes: bool = False) -> None:
+    def lose(self, why: str, *, closes: bool = False) -> None:
         """Ends the host and all its workers. Once this returns, the link writes no more rows.
 
-        `why` continues a sentence that starts with the workers' names. `reachable` is False if the source
-        can't end the host. With `closes`, the host learns that its pool closes.
+        `why` continues a sentence that starts with the workers' names. With `closes`, the host learns that
+        its pool closes.
         """
         with self._lock:
             if self.lost:
@@ -413,8 +410,7 @@ class HostLink:
             if closes:  # in a thread, as the host may read nothing
                 _start_thread(self._connection.say_goodbye).join(timeout=1)
             self._connection.break_off()
-        if reachable:
-            _start_thread(self._source.end).join(timeout=1)
+        _start_thread(self._source.end).join(timeout=1)
 
     def close(self, timeout: float) -> None:
         """Ends the host and waits up to `timeout` seconds for each thread. A lost machine can block them."""
@@ -520,8 +516,7 @@ class HostLink:
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, EOFError | OSError) and not self.lost:
-            lost = wire.HostLostError(f"was lost: its connection ended: {error}")
-            error = self._source.cause() or lost
+            error = wire.HostLostError(f"was lost: its connection ended: {error}")
         if isinstance(error, wire.HostLostError):
             self.lose(str(error))
         else:
@@ -554,7 +549,8 @@ class HostLauncher(Launcher):
 
     Args:
         groups: Workers of each host.
-        make_source: Returns the source of a host, given its number and its workers.
+        make_source: Returns the source of a host, given its number.
+        on_close: Called at the end.
     """
 
     at_sockets = True
@@ -564,13 +560,14 @@ class HostLauncher(Launcher):
         groups: Sequence[range],
         slices: Slices,
         config: PoolConfig,
-        make_source: Callable[[int, range], HostSource],
+        make_source: Callable[[int], HostSource],
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
         self.slices = slices
         self.config: PoolConfig = config.for_workers()
         self.wake_pipe: WakePipe = WakePipe()
         self._groups = groups
-        self._make_source = make_source
+        self._make_source, self._on_close = make_source, on_close
         self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
         self._links: dict[int, HostLink] = {}  # latest link of each host, by number
         self._incarnations: Counter[int] = Counter()  # by worker
@@ -591,7 +588,7 @@ class HostLauncher(Launcher):
         number, group = next(each for each in enumerate(self._groups) if worker in each[1])
         link = self._links.get(number)
         if link is None or link.lost:
-            link = self._links[number] = HostLink(self, self._make_source(number, group), group, link)
+            link = self._links[number] = HostLink(self, self._make_source(number), group, link)
         remote = link.launch(worker, self._incarnations[worker])
         return remote, remote
 
@@ -602,6 +599,7 @@ class HostLauncher(Launcher):
         self._links.clear()
         self._arrays = None
         self.wake_pipe.close()
+        self._on_close()
 
     def map_segment(self, descriptor: int, layout: Layout) -> Arrays:
         """Maps the pool's segment, once for all links, because each mapping holds a descriptor."""

@@ -13,10 +13,9 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
-from jaxvec._backends.remote.backend import HostsBackend
+from jaxvec._backends.remote.backend import HostsBackend, split_workers
 from jaxvec._backends.remote.link import CHECK_INTERVAL, HostLauncher, HostSource
 from jaxvec._backends.remote.wire import Host, Listener
-from jaxvec._memory.segment import split_evenly
 from jaxvec._options import PoolConfig, check_count
 from jaxvec._workers.base import Slices
 
@@ -124,14 +123,11 @@ class Remote(AbstractContextManager["Remote"], HostsBackend):
         return min(num_instances, self._hosts * min(host.cores for host in waiting))
 
     def launcher(self, slices: Slices, config: PoolConfig) -> HostLauncher:
-        if len(slices) < self._hosts:
-            raise ValueError(f"hosts is {self._hosts}, but the pool has only {len(slices)} workers")
-        groups = [range(*group) for group in split_evenly(len(slices), self._hosts)]
+        groups = split_workers(slices, self._hosts)
         # Of the largest group: a host must not take a small one, and leave one that is too large for others.
         num_envs = max(slices[group[-1]][1] - slices[group[0]][0] for group in groups)
-        return HostLauncher(
-            groups, slices, config, lambda *_: _DialledHost(self, self._listener, num_envs, self._advice)
-        )
+        source = _DialledHost(self, self._listener, num_envs, self._advice)
+        return HostLauncher(groups, slices, config, lambda _: source)
 
 
 class _DialledHost(HostSource):

@@ -237,6 +237,7 @@ class Listener:
 
     Attributes:
         address: Host and port.
+        key: Key of the hosts.
     """
 
     def __init__(self, host: str, port: int, key: bytes, context: ssl.SSLContext | None = None) -> None:
@@ -244,7 +245,7 @@ class Listener:
         self._socket = socket.create_server((host, port), family=family, backlog=4096)  # or the system's most
         self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._key, self._context = key, context
+        self.key, self._context = key, context
         self._changed = threading.Condition()
         self._hosts: list[Host] = []  # that no pool has taken; guarded by `_changed`, as is `_closed`
         self._closed = False
@@ -317,7 +318,7 @@ class Listener:
                     time.sleep(_ACCEPT_RETRY_INTERVAL)
                 return
             try:
-                caller = Caller(sock, f"{address[0]}:{address[1]}", self._key, self._context)
+                caller = Caller(sock, f"{address[0]}:{address[1]}", self.key, self._context)
                 self._selector.register(caller.sock, selectors.EVENT_READ, caller)
             except Exception:  # such as the connection's end
                 sock.close()

@@ -1,0 +1,224 @@
+"""What runs in an actor of `jaxvec.Rollouts`: a local pool, and the user's rollout function, compiled for it.
+
+A pytree travels as a list of NumPy arrays, which Ray does not copy again, and its structure. cloudpickle
+pickles the structure, so that it may contain classes of a script or a notebook.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import shutil
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._arguments import derive_seeds
+from jaxvec._backends.remote.wire import versions
+from jaxvec._util import dumps
+from jaxvec._vector_env import VectorEnv, pool_of
+from jaxvec.callbacks._functions import reset, restore, save
+from jaxvec.callbacks._make import make
+
+Leaves: TypeAlias = list[NDArray[Any]]
+
+# The options of JAX that affect the numbers that a program computes.
+JAX_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+)
+
+
+class Program(NamedTuple):
+    """The definition of the rollouts, equal for all actors; see `Rollouts`."""
+
+    rollout: Callable[..., Any]
+    env: Any
+    num_envs: int
+    seed: int
+    options: Mapping[str, Any]  # of `make`
+    save_states: bool
+    cache: str  # folder of compiled programs, which `close` removes
+    jaxvec: str  # the learner's version
+    jax: Mapping[str, Any]  # the learner's values of `JAX_OPTIONS`
+
+
+@dataclass(frozen=True)
+class PackedRollout:
+    """A finished rollout on its way to `Rollouts.get`; see `Rollout`."""
+
+    structure: bytes
+    leaves: Leaves
+    env_steps: int
+    pool_restarts: int  # during this rollout
+    actor: int
+    index: int
+    version: int
+    snapshot: bytes | None
+
+
+class RemoteError(NamedTuple):
+    """An exception in an actor, as text, and pickled if possible."""
+
+    name: str
+    message: str
+    traceback: str
+    pickled: bytes | None
+    pool_restarts: int = 0  # during the rollout that failed
+
+
+class RolloutActor:
+    """The class of the Ray actors. Its calls run one at a time, in order."""
+
+    _program: Program | None = None
+    _envs: VectorEnv | None = None
+
+    def identify(self) -> str:
+        ray: Any = importlib.import_module("ray")
+        return f"node {ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:12]})"
+
+    def start(
+        self, pickled: bytes, number: int, incarnation: int, index: int, snapshot: bytes | None
+    ) -> RemoteError | None:
+        """Makes the pool of a pickled `Program` anew, and resets it or restores it from a snapshot.
+
+        `incarnation` counts replacements, from 0; `index` is that of the next rollout.
+        """
+        try:
+            program = self._load(pickled)
+            if self._envs is not None:
+                self._envs.close()
+            self._envs = make(program.env, program.num_envs, **program.options)
+            seed = program.seed + number * program.num_envs
+            if incarnation or index:  # the predecessor's seeds would repeat its episodes
+                seed = derive_seeds(seed, incarnation, index)
+            self._handle, self._timestep = reset(self._envs, seed=seed)
+            if snapshot is not None:
+                states, carry = pickle.loads(snapshot)
+                self._handle, _ = restore(self._handle, self._envs.unpack_states(states))
+                self._timestep = jax.device_put(unpack(*carry))
+            self._saves, self._number = program.save_states, number
+            self._snapshot()  # fails now, rather than after a rollout, if envs have no states
+            self._key = jax.random.fold_in(jax.random.key(program.seed), number)
+            self._version = -1
+            self._total = pool_of(self._envs).stats(processes=False).total
+        except Exception as error:
+            return _pack_error(error)
+        return None
+
+    def _load(self, pickled: bytes) -> Program:
+        if self._program is None:  # otherwise, JAX would compile it again
+            program: Program = cloudpickle.loads(pickled)
+            version = versions()["jaxvec"]
+            if program.jaxvec != version:
+                raise ImportError(
+                    f"jaxvec has version {version} on this node, but {program.jaxvec} in the learner's "
+                    "process; install the same version"
+                )
+            for name, value in program.jax.items():
+                jax.config.update(name, value)
+            self._compiled = jax.jit(program.rollout)
+            self._fold_in = jax.jit(jax.random.fold_in)  # takes a tenth of the time of separate operations
+            self._program = program
+        return self._program
+
+    def run(
+        self, version: int, weights: tuple[bytes, Leaves], index: int, count: int
+    ) -> list[PackedRollout | RemoteError]:
+        """Runs `count` rollouts, or fewer if one fails. `weights` are only unpacked if they are new."""
+        if self._envs is None:
+            raise RuntimeError("Ray has started the process again")
+        results: list[PackedRollout | RemoteError] = []
+        try:
+            if version != self._version:
+                self._params, self._version = jax.device_put(unpack(*weights)), version
+            while len(results) < count:
+                results.append(self._run_one(self._envs, index + len(results)))
+        except Exception as error:
+            try:
+                self._envs.raise_if_failed()
+                failure = _pack_error(error)
+            except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
+                failure = _pack_error(typed)
+            results.append(failure._replace(pool_restarts=self._count_new(self._envs)[1]))
+        return results
+
+    def _run_one(self, envs: VectorEnv, index: int) -> PackedRollout:
+        key = self._fold_in(self._key, np.uint32(index))
+        self._handle, self._timestep, trajectory = self._compiled(
+            self._params, self._handle, self._timestep, key
+        )
+        structure, leaves = pack(trajectory)
+        snapshot = self._snapshot()
+        counts = self._count_new(envs)
+        return PackedRollout(structure, leaves, *counts, self._number, index, self._version, snapshot)
+
+    def _count_new(self, envs: VectorEnv) -> tuple[int, int]:
+        """Returns the numbers of env steps and of restarts since the last call."""
+        before, self._total = self._total, pool_of(envs).stats(processes=False).total
+        return self._total.steps - before.steps, self._total.restarts - before.restarts
+
+    def _snapshot(self) -> bytes | None:
+        """Returns the states of the envs and the argument of the next rollout, if they are to be saved."""
+        if not self._saves or self._envs is None:
+            return None
+        self._handle, state = save(self._handle)
+        # Ray copies bytes; an array would keep the whole rollout in its object store.
+        return dumps((self._envs.pack_states(state).tobytes(), pack(self._timestep)))
+
+    def close(self) -> None:
+        if self._envs is not None:
+            self._envs.close()
+        if self._program is not None:
+            shutil.rmtree(self._program.cache, ignore_errors=True)
+
+
+def pack(tree: Any) -> tuple[bytes, Leaves]:
+    """Waits for a pytree of arrays; returns its pickled structure and its leaves."""
+    check_keys(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return _dump(structure), jax.device_get(leaves)
+
+
+def check_keys(tree: Any) -> None:
+    """Raises `TypeError` if a pytree contains JAX keys, which NumPy can't hold."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                "params and trajectories can't contain JAX keys, nor, with save_states, the second result of "
+                "the rollout; send jax.random.key_data(key), and call "
+                "jax.random.wrap_key_data at the other end"
+            )
+
+
+def unpack(structure: bytes, leaves: Leaves) -> Any:
+    return jax.tree.unflatten(_load(structure), leaves)
+
+
+@lru_cache(maxsize=16)
+def _dump(structure: Any) -> bytes:
+    return dumps(jax.tree.unflatten(structure, range(structure.num_leaves)))
+
+
+@lru_cache(maxsize=16)
+def _load(structure: bytes) -> Any:
+    return jax.tree.structure(cloudpickle.loads(structure))
+
+
+def _pack_error(error: Exception) -> RemoteError:
+    pickled = None
+    with suppress(Exception):
+        pickled = dumps(error)
+    return RemoteError(type(error).__name__, str(error), "".join(traceback.format_exception(error)), pickled)
