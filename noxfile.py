@@ -225,7 +225,7 @@ def newest(session: nox.Session) -> None:
     pytest(session, *portable, *files("pool", "oracle", "steps", "step_errors", "stress"))
     pytest(session, "--start-method", "spawn", *files("faults", "faults", "close"))
     # The steps of the driver for a machine with a GPU, without the long ones.
-    accelerator(session, "--short", "--only", "driver|calling|gpu|interrupt")
+    accelerator(session, "--short", "--only", "driver|calling|gpu|rates|learning|workers|interrupt")
 
 
 def accelerator(session: nox.Session, *arguments: str) -> None:

@@ -125,9 +125,9 @@ def steps(where: str, short: bool) -> list[Step]:
         command = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "60", "-m", "gpu")
         return Step(name, seconds, (*command, "--junitxml={file}", *arguments), env or {})
 
-    def programs(name: str, seconds: float, question: str, env: Mapping[str, str] | None = None) -> Step:
-        command = ("-m", "benchmarks.accelerator.programs", question, "{file}", "--platform", where)
-        return Step(name, seconds, (*command, *["--short"] * short), env or {})
+    def asks(module: str, question: str, seconds: float, name: str = "", **env: str) -> Step:
+        command = ("-m", f"benchmarks.accelerator.{module}", question, "{file}", "--platform", where)
+        return Step(name or question, seconds, (*command, *["--short"] * short), env)
 
     measure = ("--platform", where, "--json", "{file}")
     payloads = ["--payloads", "1 kB", "--rounds", "1"] if short else ["--rounds", "3"]
@@ -135,21 +135,17 @@ def steps(where: str, short: bool) -> list[Step]:
     images += ["--transports", "ffi"]
     return [
         Step("driver", 40, ("-m", "benchmarks.accelerator.driver", "{file}")),
-        programs("calling", 75, "calling"),
+        asks("programs", "calling", 75),
         tests("tests_cuda", 130, *CUDA_TESTS),
         Step("gpu", 90, ("-m", "benchmarks.gpu", *measure, "--seconds", "0.25", *payloads)),
+        asks("rates", "rates", 100),
+        asks("programs", "interrupt", 45),
+        asks("rates", "learning", 130),
+        asks("rates", "workers", 80),
         Step("images", 95, ("-m", "benchmarks.images", *measure, "--rounds", "2", *images)),
-        tests(
-            "graphs",
-            60,
-            *CUDA_TESTS,
-            "-k",
-            "ffi and ImageEnv",
-            env={"XLA_FLAGS": GRAPHS},
-        ),
-        programs("interrupt", 45, "interrupt"),
-        programs("asynchronous", 60, "calling", env=ASYNCHRONOUS),
-        programs("threads", 40, "threads"),
+        tests("graphs", 60, *CUDA_TESTS, "-k", "ffi and ImageEnv", env={"XLA_FLAGS": GRAPHS}),
+        asks("programs", "calling", 60, "asynchronous", **ASYNCHRONOUS),
+        asks("programs", "threads", 40),
         tests(
             "tests_more",
             120,
@@ -192,7 +188,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--platform", default="cuda", help="JAX platform; cpu runs the steps without a GPU")
-    parser.add_argument("--seconds", type=float, default=555, help="time limit for all steps together")
+    parser.add_argument("--minutes", type=float, default=10, help="time limit for all steps together")
     parser.add_argument("--only", default="", help="regular expression that selects steps by name")
     parser.add_argument("--short", action="store_true", help="run each step with the least work")
     parser.add_argument(
@@ -202,7 +198,7 @@ def main() -> None:
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
     os.environ |= {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    deadline = time.monotonic() + options.seconds
+    deadline = time.monotonic() + options.minutes * 60
     results: dict[str, Any] = {"machine": machine(), "platform": options.platform, "steps": {}}
     with tempfile.TemporaryDirectory() as folder:
         for step in steps(options.platform, options.short):

@@ -291,19 +291,19 @@ def hang(answers: Answers, device: jax.Device, short: bool) -> None:
         print(type(error).__name__, str(error)[:200], flush=True)
 
 
-def main() -> None:
-    """Parses the command line and examines one question."""
-    questions = {each.__name__: each for each in (calling, threads, interrupt, hang)}
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator.programs", description=__doc__)
-    parser.add_argument("question", choices=questions, help="function to run")
+def main(*questions: Callable[[Answers, jax.Device, bool], None]) -> None:
+    """Parses the command line and examines one of the questions."""
+    named = {each.__name__: each for each in questions}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("question", choices=named, help="function to run")
     parser.add_argument("file", type=Path, help="JSON file for the results")
     parser.add_argument("--platform", default="cuda", help="JAX platform")
     parser.add_argument("--short", action="store_true", help="run fewer steps")
     options = parser.parse_args()
     device = jax.devices(options.platform)[0]
     with jax.default_device(device):
-        questions[options.question](Answers(options.file), device, options.short)
+        named[options.question](Answers(options.file), device, options.short)
 
 
 if __name__ == "__main__":
-    main()
+    main(calling, threads, interrupt, hang)
