@@ -1,6 +1,6 @@
 """Compares published JAX ports with their Python originals: `python -m benchmarks.ports`.
 
-It writes `docs/ports.json`, and the tables in `docs/ports.md`. Ports whose packages are not
+It writes `docs/ports.json`, and the tables in `docs/developers/ports.md`. Ports whose packages are not
 installed keep their earlier entries. `--page` only writes the tables, and `--only NAME` makes one row.
 
     pip install "gymnax>=1.0" six minatar navix minigrid pgx open-spiel scipy flax optax
@@ -29,11 +29,11 @@ from jaxvec import Timeouts
 from jaxvec.ports import Port, as_port, compare_distributions, compare_port
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-RESULTS, PAGE = DOCS / "ports.json", DOCS / "ports.md"
+RESULTS, PAGE = DOCS / "ports.json", DOCS / "developers/ports.md"
 _HEADING = """# Ports that were compared
 
 After this page you know how some JAX envs differ from the Python envs of which they are ports.
-`python -m benchmarks.ports` makes it anew. [Port an env to JAX](how-to/port_an_env.md) explains the modes.
+`python -m benchmarks.ports` makes it anew. [Port an env to JAX](../how-to/port_an_env.md) explains the modes.
 
 ## Steps
 
