@@ -26,7 +26,7 @@ ROOT = DOCS.parent
 NOTEBOOKS = ROOT / "notebooks"
 OUTPUTS = DOCS / "notebook_outputs.json"
 _MAX_OUTPUT = 60  # lines
-_BOOSTS = {"developers": 0.5, "notebooks": 0.5, "porting": 0.25, "programs": 0.1}  # of the search, by folder
+_BOOSTS = {"developers": 0.5, "notebooks": 0.5, "porting": 0.25}  # of the search, by folder
 
 
 def benchmarks_page() -> str:

@@ -72,7 +72,7 @@ FOUND = {  # words: the page that is among the first three results
     "timeout": "how-to/faults/",
     "tpu": "how-to/gpu/",
     "trace": "how-to/speed/",
-    "video": "how-to/training/",
+    "video": "programs/",
     "vmap": "transformations/",
     "wandb": "api/modules/",
     "windows": "install/",
