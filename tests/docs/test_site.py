@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 FOUND = {  # words: the page that is among the first three results
     "action mask": "how-to/your_env/",
-    "asynchronous": "how-to/first_ready/",
+    "asynchronous": "how-to/speed/",
     "atari": "how-to/env_libraries/",
     "autoreset": "transformations/",
     "cheat sheet": "cheat_sheet/",
