@@ -62,7 +62,7 @@ FOUND = {  # words: the page that is among the first three results
     "restart": "how-to/faults/",
     "resume": "how-to/env_states/",
     "save model": "how-to/env_states/",
-    "seeds": "how-to/seeds_and_devices/",
+    "seeds": "how-to/gpu/",
     "slow": "troubleshooting/",
     "spare_envs": "how-to/speed/",
     "stable-baselines3": "porting/stable_baselines3/",
