@@ -28,7 +28,7 @@ from jaxvec._dispatch.move import Verb
 # JAX's errors show the effect: "Effects not supported in partial-eval of `checkpoint`/`remat`: [...]".
 _EFFECT = (
     "jaxvec.step or another call of jaxvec, which would run again for the backward pass. Call it outside of "
-    "jax.checkpoint, which may contain the network (docs/transformations.md)"
+    "jax.checkpoint, which may contain the network (docs/contract.md)"
 )
 EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: _EFFECT})()
 

@@ -54,7 +54,7 @@ def installed(distribution: str) -> bool:
 
 
 PROGRAMS = [*_programs()]
-FIRST_READ = ("README.md", "docs/tutorial.md", "docs/transformations.md")  # run daily, and under every jax
+FIRST_READ = ("README.md", "docs/tutorial.md", "docs/contract.md")  # run daily, and under every jax
 
 
 @pytest.mark.slow(but=1)

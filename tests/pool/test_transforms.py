@@ -1,4 +1,4 @@
-"""JAX's transformations of the verbs: each cell of the table in docs/transformations.md has a test here."""
+"""JAX's transformations of the verbs: each cell of the table in docs/contract.md has a test here."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ def test_checkpoint_never_steps_twice(envs, jit):
     """JAX refuses: it would run the step again for the backward pass."""
     handle, _ = jaxvec.reset(envs)
     derivative = jax.grad(jax.checkpoint(loss))
-    advice = r"Effects not supported.*jaxvec\.step.*outside of jax\.checkpoint.*docs/transformations\.md"
+    advice = r"Effects not supported.*jaxvec\.step.*outside of jax\.checkpoint.*docs/contract\.md"
     with pytest.raises(NotImplementedError, match=advice):
         (jax.jit(derivative) if jit else derivative)(2.0, handle)
     assert envs.get_attr("steps") == (0,) * 8
