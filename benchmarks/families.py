@@ -107,7 +107,7 @@ FAMILIES = (
         'lambda: FilterObservation(gymnasium.make("minigrid:MiniGrid-DoorKey-5x5-v0"), ["image"])',
         _FILTER,
         picture='gymnasium.make("minigrid:MiniGrid-DoorKey-5x5-v0", render_mode="rgb_array")',
-        caveat="missions as [padded text](how-to/spaces.md#minigrids-missions)",
+        caveat="missions as [padded text](how-to/your_env.md#minigrids-missions)",
     ),
     Family(
         "BabyAI",
@@ -115,7 +115,7 @@ FAMILIES = (
         'lambda: FilterObservation(gymnasium.make("minigrid:BabyAI-GoToRedBallGrey-v0"), ["image"])',
         _FILTER,
         picture='gymnasium.make("minigrid:BabyAI-GoToRedBallGrey-v0", render_mode="rgb_array")',
-        caveat="missions as [padded text](how-to/spaces.md#minigrids-missions)",
+        caveat="missions as [padded text](how-to/your_env.md#minigrids-missions)",
     ),
     Family(
         "dm_control",
@@ -440,7 +440,7 @@ run. A test compares a jitted scan, for 60 to 200 steps, with Gymnasium's loop, 
 
 Guides with more details: [Atari](how-to/env_libraries.md#atari), [MuJoCo](how-to/env_libraries.md#mujoco),
 [dm_control](how-to/env_libraries.md#dm_control-and-other-dm_env-envs),
-[PettingZoo](how-to/env_libraries.md#pettingzoo), [MiniGrid](how-to/spaces.md#minigrids-missions).
+[PettingZoo](how-to/env_libraries.md#pettingzoo), [MiniGrid](how-to/your_env.md#minigrids-missions).
 `python -m benchmarks.families` measures the families that are installed, and writes this page. The names in
 the calls of `make` are [imported](#imports).
 

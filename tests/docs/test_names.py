@@ -11,7 +11,14 @@ import jaxvec
 
 SOURCES = Path(jaxvec.__file__).parent
 PAGES = Path(__file__).parents[2] / "docs"
-OTHERS = {"pjrt_host_callback.cc", "client.dma_map", "UNIMPLEMENTED", "jvp", "vjp", "jax.make_mesh"}  # XLA, JAX
+OTHERS = {
+    "pjrt_host_callback.cc",
+    "client.dma_map",
+    "UNIMPLEMENTED",
+    "jvp",
+    "vjp",
+    "jax.make_mesh",
+}  # XLA, JAX
 
 FILES = {
     str(path.relative_to(SOURCES)): path for path in SOURCES.rglob("*") if path.suffix in (".py", ".cc", ".h")
