@@ -15,8 +15,8 @@ from typing import Any
 SOURCES = Path(__file__).resolve().parents[1] / "jaxvec"
 _HEAD = """# Error messages
 
-Search this page for a message that you have seen. Words in braces stand for values. The page
-[Errors](../errors.md) explains the classes, and whether the pool stays usable after an error.
+Search this page for a message that you have seen. Words in braces stand for values. The section
+[Errors](../troubleshooting.md#errors) explains the classes, and whether the pool stays usable after an error.
 """
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of jaxvec, grouped by their effect on the pool. `docs/errors.md` explains them."""
+"""The exceptions of jaxvec, grouped by their effect on the pool. `docs/troubleshooting.md` explains them."""
 
 from __future__ import annotations
 
