@@ -2,7 +2,8 @@
 
 `tests/pool/test_gallery.py` compares each family with Gymnasium's loop. This program measures its speed,
 verifies its states and takes a picture of it. It writes `docs/envs.json`, the pictures and
-the page `docs/envs.md`. Families that are not installed keep their earlier entries. `--page` only writes
+the section "Gallery" of `docs/how-to/env_libraries.md`. Families that are not installed keep their earlier
+entries. `--page` only writes
 the page.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -31,7 +33,7 @@ from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec._extensions.states.proof import prove
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-RESULTS = DOCS / "envs.json"
+RESULTS, PAGE = DOCS / "envs.json", DOCS / "how-to/env_libraries.md"
 _NUM_ENVS = 8
 
 
@@ -89,8 +91,8 @@ class Family:
         return f"jaxvec.make({self.env}, {_NUM_ENVS}{options})"
 
 
-_INTERPRETER = "how-to/workers.md#envs-of-another-interpreter-old-gym-gymnasium-or-python"
-_SEEDED = "[seeds](how-to/env_libraries.md#openspiel)"
+_INTERPRETER = "workers.md#envs-of-another-interpreter-old-gym-gymnasium-or-python"
+_SEEDED = "[seeds](#openspiel)"
 _FILTER = "from gymnasium.wrappers import FilterObservation"
 _ZOO = "from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv"
 _DM = "from jaxvec.adapters.dm_env import DmEnv"
@@ -107,7 +109,7 @@ FAMILIES = (
         'lambda: FilterObservation(gymnasium.make("minigrid:MiniGrid-DoorKey-5x5-v0"), ["image"])',
         _FILTER,
         picture='gymnasium.make("minigrid:MiniGrid-DoorKey-5x5-v0", render_mode="rgb_array")',
-        caveat="missions as [padded text](how-to/your_env.md#minigrids-missions)",
+        caveat="missions as [padded text](your_env.md#minigrids-missions)",
     ),
     Family(
         "BabyAI",
@@ -115,7 +117,7 @@ FAMILIES = (
         'lambda: FilterObservation(gymnasium.make("minigrid:BabyAI-GoToRedBallGrey-v0"), ["image"])',
         _FILTER,
         picture='gymnasium.make("minigrid:BabyAI-GoToRedBallGrey-v0", render_mode="rgb_array")',
-        caveat="missions as [padded text](how-to/your_env.md#minigrids-missions)",
+        caveat="missions as [padded text](your_env.md#minigrids-missions)",
     ),
     Family(
         "dm_control",
@@ -254,7 +256,7 @@ MISSING = (
     "Fetch and Franka Kitchen of Gymnasium-Robotics raise errors with MuJoCo 3.17",
     "MiniWorld needs a display, and Procgen has no wheel for Python 3.11 or newer",
     "gym-trading-env runs, but `reset` seeds its first position only if `initial_position` fixes it",
-    "Unity's ML-Agents needs a built scene: [ML-Agents](how-to/env_libraries.md#unitys-ml-agents)",
+    "Unity's ML-Agents needs a built scene: [ML-Agents](#unitys-ml-agents)",
 )
 
 
@@ -404,47 +406,38 @@ def slug(family: Family) -> str:
     return "".join(c if c.isalnum() else "_" for c in family.name.lower()).strip("_")
 
 
-def page(results: dict[str, Any]) -> str:
-    """Returns the page of the gallery."""
+def gallery(results: dict[str, Any]) -> str:
+    """Returns the gallery, the last section of the page about libraries of envs."""
     lines = [_HEAD.format(count=len(results["families"]), machine=results["machine"])]
     lines += ["| family | `pip install` | `make` | speed | states | note |"]
     lines += ["| --- | --- | --- | ---: | --- | --- |"]
     for family in FAMILIES:
         entry = results["families"].get(family.name)
         if entry is not None:
-            shown = f"![](images/envs/{slug(family)}.webp)<br>" if entry["picture"] else ""
+            shown = f"![](../images/envs/{slug(family)}.webp)<br>" if entry["picture"] else ""
             cells = [shown + family.name, f"`{family.install}`", f"`{family.line()}`"]
             cells += [f"{entry['ratio']:.2f}", entry["states"], family.caveat]
             lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "## Imports", ""]
-    for family in FAMILIES:
-        if family.imports and family.name in results["families"] and "\n" not in family.imports:
-            lines.append(f"- {family.name}: `{family.imports}`")
-    lines += ["", "## Not in the table", "", *(f"- {text}." for text in MISSING)]
+    lines += ["", "The names in the calls of `make` come from these imports:", "", "```text"]
+    shown_families = [family for family in FAMILIES if family.name in results["families"]]
+    imports = [family.imports.split("; ") for family in shown_families if "\n" not in family.imports]
+    lines += [*dict.fromkeys(filter(None, itertools.chain(*imports))), "```"]
+    lines += ["", "Not in the table:", "", *(f"- {text}." for text in MISSING)]
     return "\n".join(lines) + "\n"
 
 
-_HEAD = """# Env gallery
+_HEAD = """## Gallery
 
-After this page you can choose a family of envs, and make a pool of it. Each of these {count} families was
-run. A test compares a jitted scan, for 60 to 200 steps, with Gymnasium's loop, field by field
+Each of these {count} families was run. A test compares a jitted scan with Gymnasium's loop, field by field
 (`test_gallery.py`).
 
-- **speed**: the rate of a scan over 8 envs in one worker, divided by that of Gymnasium's `SyncVectorEnv`,
-  with all processes on one core. For vector rewards, which `SyncVectorEnv` does not take, the divisor is a
-  loop over plain envs, which is faster. Figures are ratios of the fastest of seven alternating turns, while
-  other programs used the machine ({machine}). More workers use more cores.
-- **states**: *exact* means that [states](how-to/env_states.md) are saved, restored and verified bit for bit.
+- **speed**: the rate of a scan over 8 envs in one worker, divided by that of Gymnasium's `SyncVectorEnv`, on
+  one core. For vector rewards, which `SyncVectorEnv` does not take, the divisor is a loop over plain envs,
+  which is faster. More workers use more cores. Other programs used the machine ({machine}).
+  `python -m benchmarks.families` writes this section.
+- **states**: *exact* means that [states](env_states.md) are saved, restored and verified bit for bit.
   `ReplayEnv` means that they work in the
-  [wrapper that replays actions](how-to/env_states.md#which-envs-can-be-saved).
-
-Guides with more details: [Atari](how-to/env_libraries.md#atari), [MuJoCo](how-to/env_libraries.md#mujoco),
-[dm_control](how-to/env_libraries.md#dm_control-and-other-dm_env-envs),
-[PettingZoo](how-to/env_libraries.md#pettingzoo), [MiniGrid](how-to/your_env.md#minigrids-missions).
-`python -m benchmarks.families` measures the families that are installed, and writes this page. The names in
-the calls of `make` are [imported](#imports).
-
-## Families
+  [wrapper that replays actions](env_states.md#which-envs-can-be-saved).
 """
 
 
@@ -474,7 +467,8 @@ def main() -> None:
                 f"Gymnasium {importlib.metadata.version('gymnasium')}, jax {jax.__version__}"
             )
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    (DOCS / "envs.md").write_text(page(results))
+    written = PAGE.read_text().partition("## Gallery\n")[0]
+    PAGE.write_text(written + gallery(results))
 
 
 if __name__ == "__main__":
