@@ -3,8 +3,7 @@
 `tests/pool/test_gallery.py` compares each family with Gymnasium's loop. This program measures its speed,
 verifies its states and takes a picture of it. It writes `docs/envs.json`, the pictures and
 the section "Gallery" of `docs/how-to/env_libraries.md`. Families that are not installed keep their earlier
-entries. `--page` only writes
-the page.
+entries. `--page` only writes the section.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ CLEANBA = Checkout(
         "opencv-python-headless",
     ),
     "cleanba/cleanba_ppo.py",
-    "stoix.md",
+    "gymnax.md",
 )
 CLEANRL = Checkout(
     "vwxyzjn/cleanrl",
@@ -185,7 +185,7 @@ STOIX = Checkout(
         "pandas",
     ),
     "stoix/utils/make_env.py",
-    "stoix.md",
+    "gymnax.md",
 )
 ALL = (CLEANBA, CLEANRL, GYMNASIUM, PUREJAXQL, PUREJAXRL, STABLE_BASELINES3, STOIX)
 

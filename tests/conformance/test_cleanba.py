@@ -1,6 +1,6 @@
 """Cleanba's PPO plays and learns over jaxvec, with its own `make_env` or with ours.
 
-Before it runs `shims.py` of docs/porting/stoix.md. Its network is smaller than it would be.
+Before it runs `shims.py` of docs/porting/gymnax.md. Its network is smaller than it would be.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Our env factory against Stoix's own, and Stoix's Sebulba PPO over it.
 
 Stoix's wrapper of Gymnasium envs is the reference, but that it says MID for a reset, and TERMINATED for a
-truncation. Before the program runs `shims.py` of docs/porting/stoix.md.
+truncation. Before the program runs `shims.py` of docs/porting/gymnax.md.
 """
 
 from __future__ import annotations
