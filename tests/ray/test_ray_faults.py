@@ -372,7 +372,8 @@ def test_actors_end_with_their_pool(make_on_ray):
 
 def test_actors_end_with_a_program_that_is_killed(cluster):
     script = (
-        "import os, time, gymnasium, jaxvec\n"
+        "import os, time, gymnasium, jaxvec, ray\n"
+        "ray.init(log_to_driver=False)\n"  # it would print messages of the cluster among ours
         "class Pid(gymnasium.Wrapper):\n"
         "    def pid(self): return os.getpid()\n"
         "env = lambda: Pid(gymnasium.make('CartPole-v1'))\n"
