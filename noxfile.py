@@ -118,19 +118,17 @@ def doctor(session: nox.Session, *required: str) -> None:
             session.error(f"`python -m jaxvec doctor` prints no line that matches {line!r}")
 
 
-def pytest(session: nox.Session, *arguments: str, slow: bool = True, may_skip: str | None = None) -> None:
-    """Runs tests, and those that are marked `slow`, too.
+def pytest(session: nox.Session, *arguments: str, may_skip: str | None = None) -> None:
+    """Runs tests; those that are marked `slow` are for `nightly`.
 
     Args:
         session: The session.
         *arguments: Arguments of pytest.
-        slow: Run the slow tests, which the README's command leaves out.
         may_skip: Regular expression that matches the allowed reasons to skip a test; other reasons fail the
             session. By default, all reasons are allowed.
     """
     report = session.cache_dir / f"{session.name.partition('(')[0]}.xml"
-    env = {"PYTEST_ADDOPTS": "--slow" if slow else ""}
-    session.run("python", "-m", "pytest", f"--junit-xml={report}", *arguments, env=env)
+    session.run("python", "-m", "pytest", f"--junit-xml={report}", *arguments)
     if may_skip is None:
         return
     refused: Counter[str] = Counter()
@@ -189,7 +187,7 @@ def native(session: nox.Session) -> None:
     """Run the C++ code in threads under sanitizers of threads, memory and undefined behaviour."""
     session.install("pytest", "pytest-timeout", "pytest-xdist")
     arguments = ["--noconftest", "-n", "2", "--dist", "loadgroup", "-rs"]
-    pytest(session, *arguments, *files("unit", "native"), slow=False, may_skip="(?!)")
+    pytest(session, *arguments, *files("unit", "native"), may_skip="(?!)")
 
 
 @stage
@@ -216,7 +214,7 @@ def newest(session: nox.Session) -> None:
     command = re.search(r"^# install and run the tests.*\n(.+)$", readme, re.MULTILINE)
     if command is None:
         session.error("README.md has no test command")
-    env = {"PYTEST_ADDOPTS": "--slow", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     session.run("bash", "-euo", "pipefail", "-c", command[1], external=True, env=env)
     print_versions(session)
     require_native(session)
