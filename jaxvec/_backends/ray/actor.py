@@ -52,7 +52,6 @@ class Program(NamedTuple):
     save_states: bool
     cache: str  # folder of compiled programs, which `close` removes
     jaxvec: str  # the learner's version
-    jax: Mapping[str, Any]  # the learner's values of `JAX_OPTIONS`
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,11 @@ class RolloutActor:
 
     _program: Program | None = None
     _envs: VectorEnv | None = None
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Sets options of JAX, before anything that is unpickled may compute with it."""
+        for name, value in options.items():
+            jax.config.update(name, value)
 
     def identify(self) -> str:
         ray: Any = importlib.import_module("ray")
@@ -127,8 +131,6 @@ class RolloutActor:
                     f"jaxvec has version {version} on this node, but {program.jaxvec} in the learner's "
                     "process; install the same version"
                 )
-            for name, value in program.jax.items():
-                jax.config.update(name, value)
             self._compiled = jax.jit(program.rollout)
             self._fold_in = jax.jit(jax.random.fold_in)  # takes a tenth of the time of separate operations
             self._program = program

@@ -68,6 +68,9 @@ _MAX_MESSAGE_BYTES = 64 << 10
 
 _SAME_FAULT_INTERVAL = 10.0  # seconds after a loss, in which another one at the start is no further fault
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
+_RESTART_CHECK_INTERVAL = (
+    0.2  # seconds between calls of an actor that Ray restarts; its own retries take 1 to 10
+)
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
 _READY_CHECK_INTERVAL = 0.01  # seconds between checks of weights that JAX computes
 
@@ -84,6 +87,7 @@ class _Place:
     node: str = "no node yet"
     pending: str = ""  # name of the method that the actor runs; "failed" until the learner knows a failure
     deadline: float = math.inf  # of that call, of `time.monotonic()`
+    again: float = math.inf  # time of the next try of `identify`, of `time.monotonic()`
     waits: bool = False  # for free resources, longer than an actor may take to start
     given_up: bool = False  # its limits of faults are exceeded
     unread: int = 0  # finished rollouts that the learner has not taken
@@ -120,6 +124,7 @@ class _Actors:
     rollouts_per_call: int
     policy: Restart | None
     newest: tuple[int, Any]  # version and weights, a pytree
+    jax_options: Mapping[str, Any]  # of the actors' processes
     program: bytes  # the pickled `Program`
 
     def __post_init__(self) -> None:
@@ -132,7 +137,7 @@ class _Actors:
         self._program = self.ray.put(self.program)
         actor_class = self.ray.remote(**self.options)(RolloutActor)
         for place in self.places:
-            place.actor = actor_class.remote()
+            place.actor = actor_class.remote(self.jax_options)
             self._start(place)
 
     def wait(self, timeout: float | None) -> PackedRollout | None:
@@ -142,9 +147,15 @@ class _Actors:
             RolloutError, ActorDiedError: A fault that the policy does not cover.
         """
         is_published = self.publish()
+        for place in self.places:
+            if time.monotonic() >= place.again:
+                with self._lock:
+                    place.again = math.inf
+                    self._call(place, "identify")
         first = min(self.places, key=lambda place: place.deadline)
         limits = [first.deadline - time.monotonic(), _SHUTDOWN_CHECK_INTERVAL if timeout is None else timeout]
         limits.append(_SHUTDOWN_CHECK_INTERVAL if is_published else _READY_CHECK_INTERVAL)
+        limits.append(min(place.again for place in self.places) - time.monotonic())
         try:
             event = self._events.get(timeout=max(min(limits), 0))
         except queue.Empty:
@@ -201,22 +212,23 @@ class _Actors:
         with self._lock:
             place.incarnation += 1
             place.version = -1
-            place.deadline = _deadline(self.start_timeout)
+            place.deadline, place.again = _deadline(self.start_timeout), math.inf
             self._call(place, "identify")
 
     def _call(self, place: _Place, method: str, *args: Any) -> None:
         place.pending = method
-        bound = getattr(place.actor, method)
-        if method == "identify":  # it waits until Ray has started the process, as often as that is lost
-            bound = bound.options(max_task_retries=-1)
-        future: Future[Any] = bound.remote(*args).future()
+        future: Future[Any] = getattr(place.actor, method).remote(*args).future()
         future.add_done_callback(partial(self._on_answer, place, place.incarnation, method))
 
     def _on_answer(self, place: _Place, incarnation: int, method: str, future: Future[Any]) -> None:
         with self._lock:
             if place.incarnation != incarnation:
                 return
-            place.pending, place.deadline, failure = "", math.inf, future.exception()
+            failure = future.exception()
+            if method == "identify" and isinstance(failure, self.ray.exceptions.ActorUnavailableError):
+                place.again = time.monotonic() + _RESTART_CHECK_INTERVAL  # Ray is starting the process
+                return
+            place.pending, place.deadline = "", math.inf
             try:
                 failure = failure or getattr(self, f"_on_{method}")(place, future.result())
             except Exception as error:  # of the next call; Ray would only log it
@@ -578,20 +590,20 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
         # Programs that an actor has compiled are there when its process is started again.
         cache = os.path.join(tempfile.gettempdir(), f"jaxvec-{secrets.token_hex(8)}")
-        env_vars = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        jax_options: dict[str, Any] = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
+        jax_options |= {"jax_compilation_cache_dir": cache, "jax_persistent_cache_min_compile_time_secs": 0}
         if not actor_options.get("num_gpus"):
-            env_vars["JAX_PLATFORMS"] = "cpu"
-        runtime_env = actor_options.get("runtime_env", {})
-        runtime_env = {**runtime_env, "env_vars": env_vars | runtime_env.get("env_vars", {})}
-        here = versions()["jaxvec"], {name: getattr(jax.config, name) for name in JAX_OPTIONS}
-        program = Program(rollout, env, num_envs, seed, options, save_states, cache, *here)
+            jax_options["jax_platforms"] = "cpu"
+        for name in actor_options.get("runtime_env", {}).get("env_vars", {}):  # these have precedence
+            jax_options.pop(name.lower(), None)
+        program = Program(rollout, env, num_envs, seed, options, save_states, cache, versions()["jaxvec"])
         pickled = pickle_given(program, _refuse, dumps)
         check_keys(params)
         policy = parse_restart(on_fault)
         ray = cluster.connect()
         self._actors = _Actors(
             ray,
-            {"max_restarts": -1 if policy else 0, **actor_options, "runtime_env": runtime_env},
+            {"max_restarts": -1 if policy else 0, **actor_options},
             [_Place(number, *progress) for number, progress in enumerate(self._progress)],
             least=least,
             start_timeout=timeouts.start,
@@ -600,6 +612,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             rollouts_per_call=rollouts_per_call,
             policy=policy,
             newest=(self._version, jax.tree.map(_copy_leaf, params)),
+            jax_options=jax_options,
             program=pickled,
         )
         # In a thread, as a call of Ray that waits must not run in one of Ray's. Not at exit: Ray itself ends
