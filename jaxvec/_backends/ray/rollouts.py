@@ -148,7 +148,7 @@ class _Actors:
         """
         is_published = self.publish()
         for place in self.places:
-            if time.monotonic() >= place.again:
+            if time.monotonic() >= place.again and self.ray.is_initialized():
                 with self._lock:
                     place.again = math.inf
                     self._call(place, "identify")
