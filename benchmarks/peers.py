@@ -19,17 +19,17 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from jax.experimental import io_callback
 
 from benchmarks.loads import Load
-from benchmarks.systems import NotRun, Run, draw, loop, scan
+from benchmarks.systems import NotRun, Run, draw, loop, on_device, scan
 from jaxvec._util import usable_cores
 
 MAX_PROCESSES = 64
 
 
 @contextmanager
-def gymnasium_sync(load: Load) -> Generator[Run]:
+def gymnasium_sync(load: Load, *, to_device: bool = False) -> Generator[Run]:
     """Steps Gymnasium's `SyncVectorEnv`."""
     with _closing(SyncVectorEnv(load.env_fns(), autoreset_mode=AutoresetMode.SAME_STEP)) as envs:
-        yield loop(envs.step, draw(envs.action_space))
+        yield loop(on_device(envs.step) if to_device else envs.step, draw(envs.action_space))
 
 
 @contextmanager

@@ -71,6 +71,11 @@ def loop(step: Callable[[Any], Any], actions: list[Any]) -> Run:
     return run
 
 
+def on_device(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns `step` followed by the copy of its arrays, without infos, to JAX's default device."""
+    return lambda action: jax.block_until_ready(jax.device_put(step(action)[:4]))
+
+
 @contextmanager
 def jaxvec_scan(
     load: Load, *, transport: str, dispatch: str, num_workers: int | None = None, backend: str = "process"
@@ -89,11 +94,11 @@ def jaxvec_scan(
 
 
 @contextmanager
-def jaxvec_host(load: Load, *, backend: str = "process") -> Generator[Run]:
+def jaxvec_host(load: Load, *, backend: str = "process", to_device: bool = False) -> Generator[Run]:
     """Steps the envs with `VectorEnv.step` in a Python loop."""
     with jaxvec.make(load.env_fns(), backend=backend) as envs:
         envs.reset(seed=0)
-        yield loop(envs.step, draw(envs.action_space))
+        yield loop(on_device(envs.step) if to_device else envs.step, draw(envs.action_space))
 
 
 @contextmanager

@@ -15,9 +15,7 @@ from typing import Any
 import gymnasium
 import jax
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-import jaxvec
 from benchmarks import peers, systems, time_to_solve
 from benchmarks.accelerator.programs import Answers, main
 from benchmarks.loads import Load
@@ -25,33 +23,6 @@ from benchmarks.measure import measure
 from benchmarks.systems import NotRun, Run
 
 ATARI_SECONDS = 75
-
-
-@contextmanager
-def host_loop(load: Load) -> Generator[Run]:
-    """Steps a pool in a Python loop, and puts each time step onto the default device."""
-    with jaxvec.make(load.env_fns()) as envs:
-        envs.reset(seed=0)
-        yield systems.loop(
-            lambda action: jax.block_until_ready(jax.device_put(envs.step(action))),
-            systems.draw(envs.action_space),
-        )
-
-
-@contextmanager
-def gymnasium_loop(load: Load) -> Generator[Run]:
-    """Steps Gymnasium's `SyncVectorEnv`, and puts each time step onto the default device."""
-    envs = SyncVectorEnv(load.env_fns(), autoreset_mode=AutoresetMode.SAME_STEP)
-    envs.reset(seed=0)
-
-    def step(action: Any) -> None:
-        obs, reward, terminated, truncated, _ = envs.step(action)
-        jax.block_until_ready(jax.device_put((obs, reward.astype(np.float32), terminated, truncated)))
-
-    try:
-        yield systems.loop(step, systems.draw(envs.action_space))
-    finally:
-        envs.close()
 
 
 @contextmanager
@@ -85,8 +56,8 @@ def rates(answers: Answers, device: jax.Device, short: bool) -> None:
     ways = {
         "scan, ffi": partial(scan, transport="ffi"),
         "scan, io_callback": partial(scan, transport="io_callback"),
-        "host loop of jaxvec, device_put": host_loop,
-        "SyncVectorEnv, device_put": gymnasium_loop,
+        "host loop of jaxvec, device_put": partial(systems.jaxvec_host, to_device=True),
+        "SyncVectorEnv, device_put": partial(peers.gymnasium_sync, to_device=True),
         "EnvPool, xla()": peers.envpool_xla,
     }
     for num_envs in (8,) if short else (64, 256, 1024):
