@@ -1,4 +1,4 @@
-"""What runs in an actor of `jaxvec.Rollouts`: a local pool, and the user's rollout function, compiled for it.
+"""The code in an actor of `jaxvec.Rollouts`: a local pool, and the user's rollout function, compiled for it.
 
 A pytree travels as a list of NumPy arrays, which Ray does not copy again, and its structure. cloudpickle
 pickles the structure, so that it may contain classes of a script or a notebook.

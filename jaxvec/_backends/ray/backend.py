@@ -63,7 +63,7 @@ class Ray(HostsBackend):
         listener = Listener(ray.util.get_node_ip_address(), 0, secrets.token_bytes(32))
         missing = f"Ray has not started their host with {options}; `ray status` shows what is free"
         sources = [RayHost(ray, task, listener, missing) for _ in groups]
-        return HostLauncher(groups, slices, config, sources.__getitem__, on_close=listener.close)
+        return HostLauncher(groups, slices, config, sources, on_close=listener.close)
 
 
 class RayHost(HostSource):

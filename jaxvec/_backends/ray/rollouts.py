@@ -68,9 +68,7 @@ _MAX_MESSAGE_BYTES = 64 << 10
 
 _SAME_FAULT_INTERVAL = 10.0  # seconds after a loss, in which another one at the start is no further fault
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
-_RESTART_CHECK_INTERVAL = (
-    0.2  # seconds between calls of an actor that Ray restarts; its own retries take 1 to 10
-)
+_RESTART_CHECK_INTERVAL = 0.2  # seconds between calls of an actor that Ray restarts; Ray itself waits 1 to 10
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
 _READY_CHECK_INTERVAL = 0.01  # seconds between checks of weights that JAX computes
 
@@ -170,7 +168,7 @@ class _Actors:
         return event
 
     def publish(self) -> bool:
-        """Lets further rollouts use the newest weights, if JAX has computed them; returns whether it has."""
+        """Publishes the newest weights, if JAX has computed them, and returns whether it has."""
         version, params = self.newest
         if version != self._published[0]:
             arrays: list[Any] = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]

@@ -300,9 +300,6 @@ class HostSource(ABC):
         Raises `wire.HostLostError` or another error if there can be none.
         """
 
-    def end(self) -> None:  # noqa: B027 - a default
-        """Ends the host, if the end of its connection is not enough."""
-
 
 class HostLink:
     """A host that runs some neighbouring workers of a pool, from its start to its end.
@@ -410,7 +407,6 @@ class HostLink:
             if closes:  # in a thread, as the host may read nothing
                 _start_thread(self._connection.say_goodbye).join(timeout=1)
             self._connection.break_off()
-        _start_thread(self._source.end).join(timeout=1)
 
     def close(self, timeout: float) -> None:
         """Ends the host and waits up to `timeout` seconds for each thread. A lost machine can block them."""
@@ -549,7 +545,7 @@ class HostLauncher(Launcher):
 
     Args:
         groups: Workers of each host.
-        make_source: Returns the source of a host, given its number.
+        sources: Source of each host.
         on_close: Called at the end.
     """
 
@@ -560,14 +556,14 @@ class HostLauncher(Launcher):
         groups: Sequence[range],
         slices: Slices,
         config: PoolConfig,
-        make_source: Callable[[int], HostSource],
+        sources: Sequence[HostSource],
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         self.slices = slices
         self.config: PoolConfig = config.for_workers()
         self.wake_pipe: WakePipe = WakePipe()
         self._groups = groups
-        self._make_source, self._on_close = make_source, on_close
+        self._sources, self._on_close = sources, on_close
         self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
         self._links: dict[int, HostLink] = {}  # latest link of each host, by number
         self._incarnations: Counter[int] = Counter()  # by worker
@@ -588,7 +584,7 @@ class HostLauncher(Launcher):
         number, group = next(each for each in enumerate(self._groups) if worker in each[1])
         link = self._links.get(number)
         if link is None or link.lost:
-            link = self._links[number] = HostLink(self, self._make_source(number), group, link)
+            link = self._links[number] = HostLink(self, self._sources[number], group, link)
         remote = link.launch(worker, self._incarnations[worker])
         return remote, remote
 

@@ -127,7 +127,7 @@ class Remote(AbstractContextManager["Remote"], HostsBackend):
         # Of the largest group: a host must not take a small one, and leave one that is too large for others.
         num_envs = max(slices[group[-1]][1] - slices[group[0]][0] for group in groups)
         source = _DialledHost(self, self._listener, num_envs, self._advice)
-        return HostLauncher(groups, slices, config, lambda _: source)
+        return HostLauncher(groups, slices, config, [source] * len(groups))
 
 
 class _DialledHost(HostSource):
