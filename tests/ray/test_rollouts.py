@@ -492,6 +492,29 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
             get(rollouts)
 
 
+class Leaving(CountingEnv):
+    """Ends its process when it is made while a file exists, which it removes."""
+
+    def __init__(self, path):
+        super().__init__()
+        if path.exists():
+            path.unlink()
+            os._exit(3)
+
+
+def test_an_actor_that_is_lost_again_before_its_envs_are_there_restores_them(make_rollouts, tmp_path, caplog):
+    path, options = tmp_path / "leave", {"save_states": True, "timeouts": UNLIMITED}
+    rollouts = make_rollouts(env=partial(Leaving, path), on_fault=ONE, **options)
+    get(rollouts)
+    path.touch()
+    kill(rollouts, 0)
+    came = [get(rollouts) for _ in range(3)]
+    assert not path.exists()
+    assert faults(rollouts) == [1]  # the second loss is of the same fault
+    assert [done.trajectory["obs"][0].tolist() for done in came] == [[1, n, n, 0] for n in (2, 3, 4)]
+    assert "actor 0 recovers from fault 1, and restores its envs: actor 0 on node" in caplog.text
+
+
 class Sick(CountingEnv):
     """Raises in each step while a file exists, unless it was reset with the seed of a healthy env."""
 

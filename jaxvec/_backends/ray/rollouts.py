@@ -238,11 +238,11 @@ class _Actors:
     def _on_identify(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
         place.deadline = _deadline(self.start_timeout)
-        # A snapshot is used once: if the envs fail again from there, they are reset.
-        snapshot, place.snapshot = place.snapshot, None
-        self._call(place, "start", self._program, place.number, place.incarnation, place.index, snapshot)
+        given = place.number, place.incarnation, place.index, place.snapshot
+        self._call(place, "start", self._program, *given)
 
     def _on_start(self, place: _Place, failure: RemoteError | None) -> RemoteError | None:
+        place.snapshot = None  # used once: if the envs fail again from there, they are reset
         if failure is None:
             self.num_started += 1
             self._events.put(None)
@@ -287,7 +287,7 @@ class _Actors:
             # If others have started, one that can't start is a fault of its node, such as a missing package.
             if place.version != -1 and not isinstance(typed.__cause__, _FAULTS):
                 raise typed
-            self._recover(place, typed)
+            self._recover(place, typed, failure.method)
         else:  # of Ray, which repeats `ActorUnavailableError` while it starts a process again
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             why = f"was lost: {type(error).__name__}: {' '.join(lines)[:2000]}"
@@ -296,7 +296,7 @@ class _Actors:
                 self._start(place)
                 return
             place.lost = time.monotonic()
-            self._recover(place, self._died(place, why), restarts=failure.method != "identify")
+            self._recover(place, self._died(place, why), failure.method)
 
     def _time_out(self, place: _Place, incarnation: int) -> None:
         with self._lock:
@@ -324,7 +324,7 @@ class _Actors:
                 free = self.ray.available_resources()
                 why += f": Ray has not started it; it needs {dict(self.options)}, available: {free}"
         self._kill(place, no_restart=False)
-        self._recover(place, self._died(place, why))
+        self._recover(place, self._died(place, why), place.pending)
 
     def _report_wait(self, place: _Place) -> None:
         place.deadline = _deadline(self.start_timeout)
@@ -337,16 +337,19 @@ class _Actors:
             )
 
     def _recover(
-        self, place: _Place, error: _errors.RolloutError | _errors.ActorDiedError, *, restarts: bool = True
+        self, place: _Place, error: _errors.RolloutError | _errors.ActorDiedError, method: str
     ) -> None:
         """Counts a fault of an actor, and starts its envs again, or gives it up if enough are left."""
         if self.num_started < self.least:
             raise error
         place.faults += 1
+        if method == "start":
+            place.snapshot = None
         try:
-            if not restarts:  # Ray has given it up
+            if method == "identify":  # Ray has given it up
                 raise error
-            self._budget.spend(place.number, error, ", and resets its envs")
+            what = "resets" if place.snapshot is None else "restores"
+            self._budget.spend(place.number, error, f", and {what} its envs")
         except (_errors.ActorDiedError, _errors.RolloutError):  # the error itself
             left = sum(not each.given_up for each in self.places) - 1
             if self.policy is None or left < self.least:
