@@ -1,15 +1,14 @@
 """A hook of mkdocs that adds pages from other folders, and the texts for language models, to the site.
 
 - "Benchmarks" is `benchmarks/README.md`; "Changelog" is `CHANGELOG.md` with the entries of `changelog.d/`.
-- Each notebook of `notebooks/` is a page. Its outputs are in `notebook_outputs.json`, which
-  `python docs/site_pages.py` writes: it runs the notebooks.
+- Each notebook of `notebooks/` is a page. `python docs/site_pages.py` runs the notebooks, and writes their
+  outputs into them.
 - `llms.txt` lists the pages with their first sentences, and `llms-full.txt` has the text of those for users.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import html
 import json
 import os
@@ -24,7 +23,6 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 NOTEBOOKS = ROOT / "notebooks"
-OUTPUTS = DOCS / "notebook_outputs.json"
 _MAX_OUTPUT = 60  # lines
 _BOOSTS = {"developers": 0.5, "notebooks": 0.5, "porting": 0.25}  # of the search, by folder
 
@@ -55,73 +53,61 @@ def changelog_page() -> str:
     return "\n".join(lines) + mark + releases
 
 
-def cells_of(path: Path) -> list[dict[str, Any]]:
-    """Returns the cells of a notebook, each with its source as one string."""
-    cells = json.loads(path.read_text())["cells"]
-    return [cell | {"source": "".join(cell["source"])} for cell in cells]
-
-
-def digest(source: str) -> str:
-    """Returns a short hash of a cell's source, by which its outputs are found."""
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
-
-
 def notebook_pages() -> dict[str, str | bytes]:
     """Returns the pages of the notebooks, and their pictures, by path on the site."""
-    outputs = json.loads(OUTPUTS.read_text())
     pages: dict[str, str | bytes] = {}
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         parts: list[str] = []
-        for cell in cells_of(path):
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
-                parts.append(re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](\1.md", cell["source"]))
+                parts.append(re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](\1.md", source))
                 continue
-            parts.append(f"```python\n{cell['source']}\n```")
-            for number, output in enumerate(outputs.get(path.stem, {}).get(digest(cell["source"]), ())):
-                if output.startswith("data:"):
-                    name = f"{path.stem}_{cell['id']}_{number}.png"
-                    pages[f"notebooks/{name}"] = base64.b64decode(output.partition(",")[2])
-                    parts.append(f"![Output of the cell]({name})")
-                else:
-                    parts.append(f"```text\n{output}\n```")
+            parts.append(f"```python\n{source}\n```")
+            for number, output in enumerate(cell["outputs"]):
+                if output["output_type"] == "stream":
+                    parts.append(f"```text\n{''.join(output['text'])}```")
+                    continue
+                name = f"{path.stem}_{cell['id']}_{number}.png"
+                pages[f"notebooks/{name}"] = base64.b64decode(output["data"]["image/png"])
+                parts.append(f"![Output of the cell]({name})")
         pages[f"notebooks/{path.stem}.md"] = "\n\n".join(parts) + "\n"
     return pages
 
 
 def run_notebooks() -> None:
-    """Runs the notebooks, and writes their outputs by the hash of each cell's source."""
-    found: dict[str, dict[str, list[str]]] = {}
+    """Runs the notebooks, and writes their outputs into them."""
     silent = os.environ | {"SDL_AUDIODRIVER": "dummy"}
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "jupyter", "execute", str(path), "--timeout=600"]
             subprocess.run([*command, f"--output={folder}/executed"], cwd=folder, env=silent, check=True)
-            cells = json.loads((Path(folder) / "executed.ipynb").read_text())["cells"]
-        shown = {
-            digest("".join(cell["source"])): _shown(cell["outputs"])
-            for cell in cells
-            if cell["cell_type"] == "code"
-        }
-        found[path.stem] = {key: outputs for key, outputs in shown.items() if outputs}
-    OUTPUTS.write_text(json.dumps(found, indent=1) + "\n")
+            executed = json.loads((Path(folder) / "executed.ipynb").read_text())["cells"]
+        notebook = json.loads(path.read_text())
+        for cell, found in zip(notebook["cells"], executed, strict=True):
+            if cell["cell_type"] == "code":
+                cell |= {"execution_count": found["execution_count"], "outputs": shown(found["outputs"])}
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
 
-def _shown(outputs: list[dict[str, Any]]) -> list[str]:
-    """Returns texts, and pictures as `data:` addresses."""
-    shown: list[str] = []
+def shown(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what the page shows of a cell's outputs: the first lines of texts, and small pictures."""
+    kept: list[dict[str, Any]] = []
     for output in outputs:
         data = output.get("data", {})
         if "image/png" in data:
-            shown.append("data:image/png;base64," + _smaller("".join(data["image/png"])))
+            picture = {"image/png": _smaller("".join(data["image/png"]))}
+            kept.append({"data": picture, "metadata": {}, "output_type": "display_data"})
             continue
         if "text/html" in data:  # a film
             continue
         text = "".join(output.get("text") or data.get("text/plain") or output.get("traceback") or "")
         text = re.sub(r"\x1b\[[0-9;]*m", "", text.rpartition("\r")[2]).rstrip()
-        lines = text.replace(str(ROOT), "jaxvec").splitlines()
+        lines = [f"{line}\n" for line in text.replace(str(ROOT), "jaxvec").splitlines()]
         if lines:
-            shown.append("\n".join([*lines[:_MAX_OUTPUT], *(["…"] if len(lines) > _MAX_OUTPUT else [])]))
-    return shown
+            lines = [*lines[:_MAX_OUTPUT], *(["…\n"] if len(lines) > _MAX_OUTPUT else [])]
+            kept.append({"name": "stdout", "output_type": "stream", "text": lines})
+    return kept
 
 
 def _smaller(picture: str) -> str:

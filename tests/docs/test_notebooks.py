@@ -1,4 +1,4 @@
-"""The notebooks: committed without outputs, they run as they are, without a warning.
+"""The notebooks: committed with their outputs, they run as they are, without a warning.
 
 nbclient runs them, and not nbmake, a pytest face to it: nbmake's last release is of 2024, before pytest 9 and
 ipykernel 7, and it has no look at what a notebook prints.
@@ -35,47 +35,33 @@ def read(path):
 
 
 @each
-def test_a_notebook_is_committed_without_outputs(path):
-    cells = [cell for kind, _, cell in read(path) if kind == "code"]
-    assert not any(cell["outputs"] for cell in cells)
-    assert {cell["execution_count"] for cell in cells} == {None}
-    assert not any(cell["metadata"] for cell in cells)
+def test_a_notebook_is_committed_with_its_outputs(path):
+    """`python docs/site_pages.py` runs the notebooks, and writes their outputs into them."""
+    cells = [(source, cell) for kind, source, cell in read(path) if kind == "code"]
+    assert [cell["execution_count"] for _, cell in cells] == [*range(1, len(cells) + 1)]
+    silent = [source for source, cell in cells if not cell["outputs"]]
+    assert [source for source in silent if re.search(r"^print\(", source, re.MULTILINE)] == []
+    assert not any(cell["metadata"] for _, cell in cells)
     assert set(json.loads(path.read_text())["metadata"]) == {"kernelspec", "language_info"}
 
 
-def installs(path, monkeypatch, *, installed):
-    """Runs the first code cell, and returns what it would install and the `sys.path` that it leaves."""
+@each
+def test_the_first_code_cell_installs_a_wheel(path, monkeypatch, tmp_path):
     first = next(source for kind, source, _ in read(path) if kind == "code")
+    assert len([line for line in first.splitlines() if line]) <= 6
     cell, replaced = re.subn(r"%pip (install .*)", r"ran.append(f'\1')", first)
     assert replaced == 1
-    ran = []
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.metadata, "distributions", lambda name: [name] * installed)
-        patch.setattr(sys, "path", ["", *sys.path])
-        exec(cell, {"ran": ran})
-        return ran, sys.path
-
-
-@each
-def test_first_code_cell_installs_a_clone_or_a_wheel(path, monkeypatch, tmp_path):
-    """The working directory may be the notebook's folder, the clone, or the clone's parent."""
-    clone = tmp_path / "jaxvec"
-    (clone / "jaxvec").mkdir(parents=True)
-    (clone / "jaxvec/__init__.py").touch()
-    (clone / "notebooks").mkdir()
-    for folder in (tmp_path, clone, clone / "notebooks"):
-        monkeypatch.chdir(folder)
-        ran, places = installs(path, monkeypatch, installed=False)
-        assert ran == [f'install -q "{clone}[demo]"']
-        assert ("" in places) == (folder != clone)  # the source there must not hide the installed package
-        assert installs(path, monkeypatch, installed=True) == ([], places)
+    ran, found = [], ["jaxvec"]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: found)
     monkeypatch.chdir(tmp_path)
+    exec(cell, {"ran": ran})
+    assert not ran
+    found.clear()
+    with pytest.raises(AssertionError, match="upload a wheel of jaxvec"):
+        exec(cell, {"ran": ran})
     (wheel := tmp_path / "jaxvec-0.1-cp311-abi3-linux_x86_64.whl").touch()
-    assert installs(path, monkeypatch, installed=False)[0] == [f'install -q "{wheel}[demo]"']
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(FileNotFoundError, match="clone of jaxvec's repository, or its wheel"):
-        installs(path, monkeypatch, installed=False)
+    exec(cell, {"ran": ran})
+    assert ran == [f'install -q "{wheel}[demo]"']
 
 
 @each
