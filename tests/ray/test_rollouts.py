@@ -515,6 +515,16 @@ def test_an_actor_that_is_lost_again_before_its_envs_are_there_restores_them(mak
     assert "actor 0 recovers from fault 1, and restores its envs: actor 0 on node" in caplog.text
 
 
+def test_an_actor_that_is_lost_while_it_starts_is_replaced(make_rollouts, tmp_path):
+    (path := tmp_path / "leave").touch()
+    rollouts = make_rollouts(env=partial(Leaving, path), on_fault=ONE, timeouts=UNLIMITED)
+    assert get(rollouts).trajectory["obs"][0].tolist() == [1, 1, 1, 0]
+    assert faults(rollouts) == [1]
+    path.touch()
+    with pytest.raises(jaxvec.ActorDiedError, match="actor 0 on node .* was lost"):
+        make_rollouts(env=partial(Leaving, path), timeouts=UNLIMITED)
+
+
 class Sick(CountingEnv):
     """Raises in each step while a file exists, unless it was reset with the seed of a healthy env."""
 

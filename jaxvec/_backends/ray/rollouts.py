@@ -324,7 +324,10 @@ class _Actors:
                 free = self.ray.available_resources()
                 why += f": Ray has not started it; it needs {dict(self.options)}, available: {free}"
         self._kill(place, no_restart=False)
-        self._recover(place, self._died(place, why), place.pending)
+        error = self._died(place, why)
+        if self.num_started < self.least:
+            raise error
+        self._recover(place, error, place.pending)
 
     def _report_wait(self, place: _Place) -> None:
         place.deadline = _deadline(self.start_timeout)
@@ -340,7 +343,7 @@ class _Actors:
         self, place: _Place, error: _errors.RolloutError | _errors.ActorDiedError, method: str
     ) -> None:
         """Counts a fault of an actor, and starts its envs again, or gives it up if enough are left."""
-        if self.num_started < self.least:
+        if self.num_started < self.least and isinstance(error, _errors.RolloutError):
             raise error
         place.faults += 1
         if method == "start":
