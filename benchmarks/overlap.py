@@ -1,4 +1,7 @@
-"""Measures the gain of overlapping a policy with envs, slow with fast envs, and resets with learning."""
+"""Measures a policy between the steps of envs, and the gain of overlapping one thing with another.
+
+The latter are a policy and envs, slow and fast envs, and resets and learning.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxvec
-from benchmarks.loads import BusyEnv, Load
+from benchmarks.loads import LOADS, BusyEnv, Load
 from benchmarks.measure import measure, rate_of
 from benchmarks.systems import Run, System
 
@@ -31,6 +34,47 @@ class WaitingEnv(BusyEnv):
         return super().step(action)
 
 
+def policy_between(rounds: int, seconds: float) -> dict[str, float]:
+    """Returns the rate of steps with a policy between them, relative to the sum of both times alone.
+
+    The envs are 64 CartPoles, and the policy has two hidden layers of 256. The rates are by transport.
+    """
+    load = LOADS["CartPole x 64"]
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (4, 256), (256, 256), (256, 2)
+    layers = [jax.random.normal(key, shape) / 16 for key, shape in zip(keys, shapes, strict=True)]
+
+    def policy(obs: jax.Array) -> jax.Array:
+        for layer in layers[:-1]:
+            obs = jnp.tanh(obs @ layer)
+        return (obs @ layers[-1]).argmax(1)
+
+    systems: dict[str, System] = {"policy": partial(_policy_alone, policy=policy)}
+    for transport in ("ffi", "io_callback"):
+        systems[transport] = partial(_synchronous, policy=_push_pole, transport=transport, num_workers=None)
+        systems[f"{transport}, both"] = partial(
+            _synchronous, policy=policy, transport=transport, num_workers=None
+        )
+    times = {
+        name: 1 / rate_of(each)
+        for name, each in measure(load, systems, rounds=rounds, seconds=seconds).items()
+    }
+    return {
+        transport: (times["policy"] + times[transport]) / times[f"{transport}, both"]
+        for transport in ("ffi", "io_callback")
+    }
+
+
+@contextmanager
+def _policy_alone(load: Load, *, policy: Policy) -> Generator[Run]:
+    """Computes the policy on other observations in each step, so that XLA can't do it once."""
+
+    def turn(obs: jax.Array, _: Any) -> Any:
+        return obs.at[:, 0].set(policy(obs).astype(jnp.float32) + obs[:, 1]), None
+
+    yield _run(turn, jnp.ones((load.num_envs, 4)), None, turns=1)
+
+
 def double_buffering(rounds: int, seconds: float) -> float:
     """Returns the rate of two alternating halves of the envs relative to a synchronous loop.
 
@@ -40,7 +84,7 @@ def double_buffering(rounds: int, seconds: float) -> float:
     load = Load("1 ms x 2", 2, make=lambda _: partial(WaitingEnv, 1))
     policy = _policy(milliseconds=1, num_envs=2)
     systems: dict[str, System] = {
-        "synchronous": partial(_synchronous, policy=policy),
+        "synchronous": partial(_synchronous, policy=policy, num_workers=2),
         "halves": partial(_first_ready, policy=policy, num_envs=4, batch_size=2, recv_order="sent"),
     }
     return _ratio(load, systems, rounds, seconds)
@@ -53,7 +97,7 @@ def mixed(rounds: int, seconds: float) -> float:
     """
     load = Load("mixed x 16", 16, make=lambda i: partial(WaitingEnv, 1 if i % 8 else 10))
     systems: dict[str, System] = {
-        "synchronous": partial(_synchronous, policy=_push_pole),
+        "synchronous": partial(_synchronous, policy=_push_pole, num_workers=16),
         "first ready": partial(
             _first_ready, policy=_push_pole, num_envs=16, batch_size=4, recv_order="ready"
         ),
@@ -111,9 +155,12 @@ def _ratio(load: Load, systems: dict[str, System], rounds: int, seconds: float) 
 
 
 @contextmanager
-def _synchronous(load: Load, *, policy: Policy) -> Generator[Run]:
-    fns = load.env_fns()
-    with jaxvec.make(fns, num_workers=len(fns)) as envs:
+def _synchronous(
+    load: Load, *, policy: Policy, transport: str = "auto", num_workers: int | None
+) -> Generator[Run]:
+    with jaxvec.config.override(transport=transport):
+        envs = jaxvec.make(load.env_fns(), num_workers=num_workers)
+    with envs:
         handle, timestep = jaxvec.reset(envs)
 
         def turn(handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> Any:
@@ -136,14 +183,14 @@ def _first_ready(
         yield _run(turn, handle, timestep, turns=load.num_envs // batch_size)
 
 
-def _run(turn: Callable[..., Any], handle: jaxvec.Handle, timestep: Any, *, turns: int) -> Run:
+def _run(turn: Callable[..., Any], first: Any, second: Any, *, turns: int) -> Run:
     """Returns a `Run` that calls `turn` `turns` times per step of all envs of the load."""
 
     @partial(jax.jit, static_argnums=1)
     def rollout(carry: Any, length: int) -> Any:
         return jax.lax.scan(lambda carry, _: (turn(*carry), None), carry, length=length)[0]
 
-    carries = [(handle, timestep)]
+    carries = [(first, second)]
 
     def run(num_steps: int) -> None:
         carries[0] = jax.block_until_ready(rollout(carries[0], num_steps * turns))

@@ -119,6 +119,8 @@ def targets(
         yield Target("image x 64: bytes written over memcpy's", 2 * image.rate * row / plain, 0.5)
     yield Target("8 workers on CartPole x 256 over 2", costs.workers(rounds, seconds), 0.75)
     yield Target("time per env, 4,096 over 256", costs.size(rounds, seconds), 1.1, at_least=False)
+    for transport, value in overlap.policy_between(rounds, seconds).items():
+        yield Target(f"CartPole x 64 and a policy over the sum of both alone, {transport}", value, 0.95)
     yield Target(
         "1 ms envs, 1 ms policy: two halves over one", overlap.double_buffering(rounds, seconds), 1.7
     )
