@@ -162,7 +162,9 @@ def stable_baselines3_classes():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = pytest.importorskip(
-            "stable_baselines3.common.vec_env", reason="stable-baselines3 is not installed", exc_type=ImportError
+            "stable_baselines3.common.vec_env",
+            reason="stable-baselines3 is not installed",
+            exc_type=ImportError,
         )
         from jaxvec.compat import stable_baselines3 as ours
     return {"DummyVecEnv": (theirs.DummyVecEnv, ours.DummyVecEnv)}

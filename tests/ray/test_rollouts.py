@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -493,36 +494,60 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
 
 
 class Leaving(CountingEnv):
-    """Ends its process when it is made while a file exists, which it removes."""
+    """Ends its process in the methods that a file names, one after the other."""
 
     def __init__(self, path):
         super().__init__()
-        if path.exists():
-            path.unlink()
+        self.action_space = gymnasium.spaces.Discrete(9, start=1)
+        self._path = path
+        self._leave("__init__")
+
+    def step(self, action):
+        if action == 0:  # of a rollout; when states are saved first, envs are tried with actions of the space
+            self._leave("step")
+        return super().step(action)
+
+    def _leave(self, method):
+        first, _, rest = self._path.read_text().partition(" ")
+        if first == method:
+            self._path.write_text(rest)
             os._exit(3)
 
 
-def test_an_actor_that_is_lost_again_before_its_envs_are_there_restores_them(make_rollouts, tmp_path, caplog):
-    path, options = tmp_path / "leave", {"save_states": True, "timeouts": UNLIMITED}
-    rollouts = make_rollouts(env=partial(Leaving, path), on_fault=ONE, **options)
-    get(rollouts)
-    path.touch()
-    kill(rollouts, 0)
-    came = [get(rollouts) for _ in range(3)]
-    assert not path.exists()
-    assert faults(rollouts) == [1]  # the second loss is of the same fault
-    assert [done.trajectory["obs"][0].tolist() for done in came] == [[1, n, n, 0] for n in (2, 3, 4)]
-    assert "actor 0 recovers from fault 1, and restores its envs: actor 0 on node" in caplog.text
-
-
 def test_an_actor_that_is_lost_while_it_starts_is_replaced(make_rollouts, tmp_path):
-    (path := tmp_path / "leave").touch()
+    (path := tmp_path / "methods").write_text("__init__")
     rollouts = make_rollouts(env=partial(Leaving, path), on_fault=ONE, timeouts=UNLIMITED)
     assert get(rollouts).trajectory["obs"][0].tolist() == [1, 1, 1, 0]
     assert faults(rollouts) == [1]
-    path.touch()
+    path.write_text("__init__")
     with pytest.raises(jaxvec.ActorDiedError, match="actor 0 on node .* was lost"):
         make_rollouts(env=partial(Leaving, path), timeouts=UNLIMITED)
+
+
+@pytest.mark.parametrize(
+    ("methods", "lost", "restored"),
+    [("step __init__", 1, True), ("step step", 2, True), ("step step step", 3, False)],
+    ids=["before its envs are there", "in the next rollout", "more often than a snapshot is used"],
+)
+def test_the_envs_of_an_actor_that_is_lost_again(
+    make_rollouts, tmp_path, monkeypatch, caplog, methods, lost, restored
+):
+    """The loss in a constructor soon after another one is no further fault."""
+    monkeypatch.setattr("jaxvec._backends.ray.rollouts._MAX_SNAPSHOT_USES", 2)
+    (path := tmp_path / "methods").touch()
+    options = {"on_fault": jaxvec.Restart(max_restarts=None, rate=None), "save_states": True}
+    rollouts = make_rollouts(env=partial(Leaving, path), timeouts=UNLIMITED, **options)
+    get(rollouts)
+    wait_until(lambda: rollouts.stats().actors[0].rollouts == 2)  # and no third one may start yet
+    path.write_text(methods)
+    came = [get(rollouts) for _ in range(3)]
+    assert path.read_text() == ""
+    assert [done.index for done in came] == [1, 2, 3]
+    steps = [2, 3, 4] if restored else [2, 1, 2]
+    assert [done.trajectory["obs"][0].tolist() for done in came] == [[1, n, n, 0] for n in steps]
+    assert faults(rollouts) == [lost]
+    assert "actor 0 recovers from fault 1, and restores its envs: actor 0 on node" in caplog.text
+    assert (f"fault {lost}, and resets its envs" in caplog.text) == (not restored)
 
 
 class Sick(CountingEnv):

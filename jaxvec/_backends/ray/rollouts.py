@@ -67,6 +67,7 @@ _LATE_FACTOR = 10
 _MAX_MESSAGE_BYTES = 64 << 10
 
 _SAME_FAULT_INTERVAL = 10.0  # seconds after a loss, in which another one at the start is no further fault
+_MAX_SNAPSHOT_USES = 3  # by an actor that is lost again and again; if its envs raise again, they are reset
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
 _RESTART_CHECK_INTERVAL = 0.2  # seconds between calls of an actor that Ray restarts; Ray itself waits 1 to 10
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
@@ -79,7 +80,8 @@ class _Place:
 
     number: int
     index: int  # of the next rollout
-    snapshot: bytes | None  # after the last rollout, until it is used
+    snapshot: bytes | None  # after the last rollout
+    uses: int = 0  # of the snapshot, by starts
     actor: Any = None
     incarnation: int = -1  # late answers to an earlier one are ignored
     node: str = "no node yet"
@@ -238,11 +240,11 @@ class _Actors:
     def _on_identify(self, place: _Place, node: str) -> None:
         place.node, place.waits = node, False
         place.deadline = _deadline(self.start_timeout)
+        place.uses += 1
         given = place.number, place.incarnation, place.index, place.snapshot
         self._call(place, "start", self._program, *given)
 
     def _on_start(self, place: _Place, failure: RemoteError | None) -> RemoteError | None:
-        place.snapshot = None  # used once: if the envs fail again from there, they are reset
         if failure is None:
             self.num_started += 1
             self._events.put(None)
@@ -266,7 +268,7 @@ class _Actors:
             place.pool_restarts += result.pool_restarts
             if isinstance(result, RemoteError):
                 return result
-            place.finished, place.snapshot = now, result.snapshot
+            place.finished, place.snapshot, place.uses = now, result.snapshot, 0
             place.rollouts += 1
             place.index += 1
             place.unread += 1
@@ -346,8 +348,8 @@ class _Actors:
         if self.num_started < self.least and isinstance(error, _errors.RolloutError):
             raise error
         place.faults += 1
-        if method == "start":
-            place.snapshot = None
+        if place.uses >= (1 if isinstance(error, _errors.RolloutError) else _MAX_SNAPSHOT_USES):
+            place.snapshot = None  # the envs fail again and again from there
         try:
             if method == "identify":  # Ray has given it up
                 raise error
@@ -509,7 +511,8 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             the limits count separately for each actor. One that exceeds them is given up, while enough
             others are left. An exception of `rollout` always ends all.
         save_states: Whether actors save the states of their envs with each rollout. A lost actor then
-            continues from its last rollout, and so does `resume`, bit for bit.
+            continues from its last rollout, and so does `resume`, bit for bit. Its envs are reset if the next
+            rollout fails in them again, or if the actor is lost four times in it.
         resume: Result of `checkpoint`. Actors continue with the next rollouts, and `params` have the version
             that was the newest. Load only what you trust: it contains pickles.
         timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
@@ -523,7 +526,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
 
     Raises:
         RolloutError: An actor could not make its pool; `__cause__` is the error of `make`.
-        ActorDiedError: An actor was lost, or was not ready in time.
+        ActorDiedError: An actor was lost beyond the limits of `on_fault`, or was not ready in time.
         NotPicklableError: The function, the env or an option can't be pickled.
         ImportError, ConnectionError: Ray is not installed, or no cluster answers.
         ValueError, TypeError: An argument is invalid.
