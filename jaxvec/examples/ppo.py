@@ -7,7 +7,7 @@
 The compiled loop steps the Python envs, which run in worker processes. Observations are Box, Discrete,
 MultiDiscrete or MultiBinary spaces, or Dicts and Tuples of them; actions Discrete, MultiDiscrete or float Box
 spaces. A CNN processes uint8 images. A leaf `action_mask` of a Dict, or with `--mask-info` an info of this
-name, marks the legal Discrete actions. Each run has a folder in `runs`. Ctrl-C saves, and ends the run.
+name, marks the legal discrete actions. Each run has a folder in `runs`. Ctrl-C saves, and ends the run.
 """
 
 from __future__ import annotations
