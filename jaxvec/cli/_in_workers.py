@@ -16,13 +16,23 @@ _USUAL_KEY = "action_mask"
 def find_mask(space: Any, key: str | None, obs: Any, info: Any) -> Any:
     """Returns the mask of legal actions in an info or a dict of observations; `None` without one.
 
-    It is at `key`, by default at `action_mask`, and has an entry for each action of a `Discrete` space.
+    It is at `key`, by default at `action_mask`. It has an entry for each action of a `Discrete` space, or for
+    each value of each number of a `MultiDiscrete` one, one number after the other; the result is flat.
     """
     for place in (info, obs):
         mask = place.get(key or _USUAL_KEY) if isinstance(place, Mapping) else None
-        if mask is not None and isinstance(space, spaces.Discrete) and np.shape(mask) == (space.n,):
-            return np.asarray(mask)
+        parts = mask if isinstance(mask, tuple) else (mask,)  # a tuple is what `MultiDiscrete.sample` takes
+        flat = np.concatenate([np.ravel(part) for part in parts]) if mask is not None else None
+        if flat is not None and len(flat) == sum(_sizes(space)) > 0:
+            return flat
     return None
+
+
+def _sizes(space: Any) -> list[int]:
+    """Returns how many values each number of an action has; an empty list for other spaces."""
+    if isinstance(space, spaces.MultiDiscrete):
+        return [int(size) for size in space.nvec.ravel()]
+    return [int(space.n)] if isinstance(space, spaces.Discrete) else []
 
 
 class LegalActions(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -40,12 +50,19 @@ class LegalActions(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> Any:
         space: Any = self.env.action_space
-        if self._mask is not None and not self._mask[action - space.start] and self._mask.any():
-            legal = np.flatnonzero(self._mask)
-            action = space.start + legal[(action - space.start) % len(legal)]
+        if self._mask is not None:
+            action = self._legal(space, action)
         result = self.env.step(action)
         self._mask = find_mask(space, self._key, result[0], result[4])
         return result
+
+    def _legal(self, space: Any, action: Any) -> Any:
+        numbers = np.ravel(action - space.start)
+        for place, mask in enumerate(np.split(self._mask, np.cumsum(_sizes(space))[:-1])):
+            if not mask[numbers[place]] and mask.any():
+                legal = np.flatnonzero(mask)
+                numbers[place] = legal[numbers[place] % len(legal)]
+        return (numbers.reshape(np.shape(action)) + space.start)[()].astype(space.dtype)
 
 
 def build(env_fn: Callable[[], Any], key: str | None) -> Any:

@@ -132,7 +132,7 @@ def _add_target_arguments(parser: ArgumentParser) -> None:
     )
     text = "JSON object of keyword arguments for the env's constructor"
     parser.add_argument("--kwargs", metavar="JSON", default="{}", help=text)
-    text = "key of the mask of legal Discrete actions in the info or the observation; default action_mask"
+    text = "key of the mask of legal actions in the info or the observation; default action_mask"
     parser.add_argument("--mask-info", metavar="KEY", help=text)
 
 
@@ -548,7 +548,7 @@ The command steps the env with random actions, in this process and in workers, a
 check_env. Observations must be members of their space. Two envs of one process must give the same data as
 each alone, so they may not share state, such as a global variable. Violations are reported as FAIL (exit
 code 1). Gymnasium's warnings, workers that import JAX, and states that cannot be saved are reported, but do
-not fail the check. Discrete actions are legal if the env has a mask of them (--mask-info).
+not fail the check. Actions are legal if the env has a mask of legal ones (--mask-info).
 
 --json prints {"schema": "jaxvec.check/1", "env": TEXT, "kwargs": {…}, "ok": BOOL, "checks": [{"name": TEXT,
 "status": "ok", "FAIL", "warn" or "not run", "reason": TEXT, "warnings": COUNT}]}.

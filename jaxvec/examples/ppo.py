@@ -123,7 +123,7 @@ class ActorCritic(nn.Module):
             log_std = self.param("log_std", nn.initializers.zeros, outputs.shape[-1:])
             outputs = jnp.concatenate([outputs, jnp.broadcast_to(log_std, outputs.shape)], axis=-1)
         elif obs.mask is not None:
-            outputs = jnp.where(obs.mask, outputs, -1e9)
+            outputs = jnp.where(obs.mask.reshape(outputs.shape), outputs, -1e9)
         return outputs, network(1, 1.0)[..., 0]
 
     def logits(self, outputs: jax.Array) -> list[jax.Array]:

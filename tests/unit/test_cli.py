@@ -132,6 +132,23 @@ class Masked(Env):
 class UsuallyMasked(Masked):
     key = "action_mask"
 
+class ManyMasked(Masked):
+    """Allows one value of each of two numbers, and tells it as a flat mask, or as Gymnasium's tuple."""
+    action_space = spaces.MultiDiscrete([3, 2], start=[1, 0])
+    key = "action_mask"
+    is_flat = True
+    def _info(self):
+        masks = np.arange(3) == self.steps % 3, np.arange(2) == 1
+        return {self.key: np.concatenate(masks) if self.is_flat else masks}
+    def step(self, action):
+        assert self.action_space.contains(action)
+        if action.tolist() != [1 + self.steps % 3, 1]:
+            raise ValueError(f"{action} is no legal move")
+        return *Env.step(self, action)[:4], self._info()
+
+class ManyMaskedByATuple(ManyMasked):
+    is_flat = False
+
 class Late(Env):
     """Gets a generator in the course of an episode."""
     def step(self, action):
@@ -409,6 +426,12 @@ def test_check_takes_legal_actions_from_the_mask(run):
     code, _, err = run(*words, "--mask-info", "mask")
     assert code == 2
     assert "no mask of Discrete(3, start=1) at 'mask', only ['legal']" in err
+
+
+@pytest.mark.parametrize("env", ["ManyMasked", "ManyMaskedByATuple"])
+def test_check_takes_legal_numbers_from_the_masks_of_a_multi_discrete_action(run, env):
+    code, out, _ = run("check", f"my_package.envs:{env}")
+    assert (code, "FAIL" in out) == (0, False), out
 
 
 def test_check_tells_of_an_instance_per_process(run):
