@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import tracemalloc
 
 import gymnasium
 import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
+from support.probe import StatefulEnv, prove
 
 import jaxvec
 
@@ -119,6 +122,24 @@ def test_states_share_what_cannot_change(make):
     np.testing.assert_array_equal(envs.step([1, 2, 3, 4]).reward, expected.reward)
     envs.restore(saved[::-1])  # of other workers
     np.testing.assert_array_equal(envs.step([4, 3, 2, 1]).reward, expected.reward[::-1])
+
+
+@pytest.mark.parametrize(("writeable", "copies"), [(False, 0.5), (True, 10)])
+def test_a_proof_of_states_makes_few_copies(writeable, copies):
+    access = mmap.ACCESS_COPY if writeable else mmap.ACCESS_READ
+    descriptor = os.memfd_create("table")
+    os.truncate(descriptor, 4 << 20)
+    memory = mmap.mmap(descriptor, 4 << 20, access=access)
+    os.close(descriptor)
+    view = np.frombuffer(memoryview(memory), np.float64)
+    env = Looking(view.copy() if writeable else view)
+    env.action_space = spaces.Discrete(99, start=1)
+    tracemalloc.start()
+    try:
+        prove(StatefulEnv(env), fresh=True)
+        assert tracemalloc.get_traced_memory()[1] < copies * view.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_states_are_exact_where_results_show_a_shared_array(make):

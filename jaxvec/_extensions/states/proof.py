@@ -21,7 +21,7 @@ from jaxvec import _stats
 from jaxvec._errors import EnvStateError
 from jaxvec._extensions.states.env_states import ADVICE, EnvState, StatefulEnv
 from jaxvec._extensions.states.snapshots import nodes
-from jaxvec._extensions.states.snapshots.pickling import dumps
+from jaxvec._extensions.states.snapshots.pickling import copied
 from jaxvec._extensions.states.snapshots.snapshot import difference, find
 
 # --- The proof -------------------------------------------------------------------------------------------
@@ -51,8 +51,8 @@ def prove(
     space.seed(0)
     actions = [space.sample() for _ in range(num_steps)]
 
-    def play(actions: Sequence[Any]) -> Recording:
-        recording = Recording(stateful, progress)
+    def play(actions: Sequence[Any], num_states: int = 0) -> Recording:
+        recording = Recording(stateful, progress, num_states)
         for action in actions:
             try:
                 result = recording.step(copy.deepcopy(action))
@@ -64,12 +64,13 @@ def prove(
         return recording
 
     try:
+        start = before
         if fresh:
             _reset(env, 0)
-        start = stateful.save()
-        first = play(actions[: num_steps // 2])
+            start = stateful.save()
+        first = play(actions[: num_steps // 2], _NUM_STATES)
         half_way = stateful.save()  # at the start of an episode, some envs have no state yet to lose
-        played = [first, play(actions[num_steps // 2 :])]
+        played = [first, play(actions[num_steps // 2 :], _NUM_STATES)]
         for seed in (1, 2):  # other seeds may produce another map or other bodies
             _reset(env, seed)
             play(actions[: num_steps // 2])
@@ -80,23 +81,27 @@ def prove(
             now, saved = (EnvState(one.kinds, one.layers, None) for one in (stateful.save(), state))
             if (attribute := _differing_attribute(now, saved)) is not None:
                 raise EnvStateError(f"cannot restore {name}: {attribute} differs after the restore. {ADVICE}")
-            _repeat(parts, name)
+            del now
+            _repeat(state, parts, name)
         for state, parts in points:
-            if (copied := _pickled(state)) is not None:
-                stateful.restore(copied)
-                _repeat(parts, f"{name} from a pickled state")
+            if (pickled := _pickled(state)) is not None:
+                stateful.restore(pickled)
+                _repeat(pickled, parts, f"{name} from a pickled state")
     finally:
         stateful.restore(before)
+
+
+_NUM_STATES = 3  # states of a recording
 
 
 class Recording:
     """The calls of an env and their results, when it is stepped and reset through this object."""
 
-    def __init__(self, stateful: StatefulEnv, progress: Callable[[], None]) -> None:
-        self.stateful, self.progress = stateful, progress
+    def __init__(self, stateful: StatefulEnv, progress: Callable[[], None], num_states: int) -> None:
+        self.stateful, self.progress, self._num_states = stateful, progress, num_states
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # method and arguments
         self.results: list[Any] = []  # a snapshot of each result
-        self.states: list[EnvState] = []  # after the first few calls, to name an attribute that differs
+        self.states: list[EnvState] = []  # after the first calls, to name an attribute that differs
 
     def step(self, action: Any) -> Any:
         return self._call("step", (action,), {})
@@ -104,9 +109,9 @@ class Recording:
     def reset(self, **kwargs: Any) -> Any:
         return self._call("reset", (), kwargs)
 
-    def replay(self) -> Recording:
+    def replay(self, num_states: int = 0) -> Recording:
         """Makes the same calls once more, and returns a recording of them."""
-        again = Recording(self.stateful, self.progress)
+        again = Recording(self.stateful, self.progress, num_states)
         for call in self.calls:
             with suppress(Exception, SystemExit):
                 again._call(*copy.deepcopy(call))
@@ -122,22 +127,26 @@ class Recording:
         finally:
             self.progress()
         self.results.append(_value(result))
-        if len(self.states) < 3:
+        if len(self.states) < self._num_states:
             with suppress(EnvStateError):
-                self.states.append(self.stateful.save())
+                state = self.stateful.save()
+                self.states.append(_without_equals(state, self.states[-1]) if self.states else state)
         return result
 
 
-def _repeat(parts: Sequence[Recording], name: str) -> None:
-    """Repeats the calls of recordings, and raises `EnvStateError` if a result differs."""
+def _repeat(state: EnvState, parts: Sequence[Recording], name: str) -> None:
+    """Repeats the calls of recordings from a restored state; raises `EnvStateError` if a result differs."""
     steps = 0
-    for first in parts:
+    for position, first in enumerate(parts):
         again = first.replay()
         for number, results in enumerate(zip(first.results, again.results, strict=False)):
             steps += first.calls[number][0] == "step"
             where = _differing_result(*results)
             if where is None:
                 continue
+            # Repeats them once more with states, as few envs need these, and they may be large.
+            first.stateful.restore(state)
+            *_, again = [part.replay(_NUM_STATES) for part in parts[: position + 1]]
             states = zip(first.states[: number + 1], again.states, strict=False)
             attribute = next(filter(None, itertools.starmap(_differing_attribute, states)), None)
             named = f"; attribute {attribute} differs, too" if attribute else ""
@@ -206,9 +215,23 @@ def _differing_attribute(one: EnvState, other: EnvState) -> str | None:
     return None if where is None else f"get_state(){where}"
 
 
+def _without_equals(state: EnvState, before: EnvState) -> EnvState:
+    """Returns a state that shares the attributes that did not change with an earlier one, as they may be large."""
+    if state.kinds != before.kinds:
+        return state
+    layers: list[nodes.Fields] = []
+    for (atoms, mine, names), (_, its, _) in zip(state.layers, before.layers, strict=True):
+        shared = {
+            name: its[name] if name in its and difference(node, its[name]) is None else node
+            for name, node in mine.items()
+        }
+        layers.append((atoms, shared, names))
+    return EnvState(state.kinds, layers, state.own)
+
+
 def _pickled(state: EnvState) -> EnvState | None:
     try:
-        return pickle.loads(dumps(state))
+        return copied(state)
     except Exception:  # an error only if the state has to leave this process
         return None
 

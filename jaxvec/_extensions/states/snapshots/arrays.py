@@ -246,14 +246,16 @@ BUFFERS = (bytearray, array.array, CData)
 
 
 def is_constant(value: Any) -> bool:
-    """Returns whether an array can't change: its memory is of `bytes`, or mapped to be read."""
+    """Returns whether an array can't change: its memory is of `bytes`, mapped to be read, or of such an array."""
     owner = owner_of(value)
     if type(owner) is np.memmap:
         return owner.mode == "r"
     base = owner.base
     if isinstance(base, bytes):
         return True
-    return isinstance(base, memoryview) and base.readonly and isinstance(base.obj, mmap.mmap)
+    if not (isinstance(base, memoryview) and base.readonly):
+        return False
+    return isinstance(base.obj, mmap.mmap) or (isinstance(base.obj, np.ndarray) and is_constant(base.obj))
 
 
 def _owns_memory(value: Any) -> bool:

@@ -71,6 +71,13 @@ def _constant(buffer: bytes, dtype: Any, shape: Any, order: Any) -> Any:
     return np.ndarray(shape, dtype, buffer, order=order)
 
 
+def copied(value: Any) -> Any:
+    """Returns what another process would unpickle, with the memory of the arrays in the value."""
+    buffer, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
+    _StatePickler(buffer, (), arrays.append).dump(value)
+    return pickle.loads(buffer.getbuffer(), buffers=[array.raw() for array in arrays])
+
+
 def size_of(value: Any) -> int:
     """Returns the size of the pickle of a value, without read-only arrays, which values may share."""
     buffer, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
