@@ -29,10 +29,12 @@ _PACKAGES = {*sys.stdlib_module_names, "numpy", "gymnasium"}
 class WorkerPickler(Pickler):
     """Pickles for workers, which do not import JAX: JAX arrays become read-only arrays of NumPy.
 
-    Typed PRNG keys become their key data.
+    Typed PRNG keys become their key data, and arrays in mapped files plain arrays.
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is np.memmap:  # unpickled, it would be one without a file
+            return np.asarray(obj).__reduce_ex__(5)
         jax: Any = sys.modules.get("jax")
         if jax is None or not isinstance(obj, jax.Array):
             return super().reducer_override(obj)

@@ -161,6 +161,20 @@ def test_states_are_exact_where_results_show_a_shared_array(make):
         np.testing.assert_array_equal(envs.infos()[0]["table"], mine)
 
 
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_mapped_file_of_the_program_is_shared_by_workers_and_states(make, tmp_path, start_method):
+    np.save(tmp_path / "table.npy", table())
+    mine = np.load(tmp_path / "table.npy", mmap_mode="r")
+    workers = jaxvec.Workers(num=2, start_method=start_method)
+    envs = make(lambda table: Looking((table, mine)[1]), 4, table=mine[:9], workers=workers, states=4)
+    envs.reset()
+    saved = envs.save()
+    assert envs.step([1, 2, 3, 4]).obs[:, 0].tolist() == [1, 2, 3, 4]
+    envs.restore(saved)
+    assert max(own_memory(envs)) < SIZE / 2
+    assert envs.map(lambda env: type(env.unwrapped.table)) == (np.ndarray,) * 4
+
+
 def test_states_share_a_file_that_is_mapped_to_be_read(make, tmp_path):
     np.save(tmp_path / "table.npy", table()[:1000])
     envs = make(lambda: Looking(np.load(tmp_path / "table.npy", mmap_mode="r")), 2, num_workers=2, states=4)
