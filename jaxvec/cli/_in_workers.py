@@ -20,11 +20,12 @@ def find_mask(space: Any, key: str | None, obs: Any, info: Any) -> Any:
     each value of each number of a `MultiDiscrete` one, one number after the other; the result is flat.
     """
     for place in (info, obs):
-        mask = place.get(key or _USUAL_KEY) if isinstance(place, Mapping) else None
-        parts = mask if isinstance(mask, tuple) else (mask,)  # a tuple is what `MultiDiscrete.sample` takes
-        flat = np.concatenate([np.ravel(part) for part in parts]) if mask is not None else None
-        if flat is not None and len(flat) == sum(_sizes(space)) > 0:
-            return flat
+        mask: Any = place.get(key or _USUAL_KEY) if isinstance(place, Mapping) else None
+        if mask is not None:
+            parts: Any = mask if isinstance(mask, tuple) else (mask,)  # `MultiDiscrete.sample` takes a tuple
+            flat = np.concatenate([np.ravel(part) for part in parts])
+            if len(flat) == sum(_sizes(space)) > 0:
+                return flat
     return None
 
 

@@ -216,7 +216,7 @@ def _differing_attribute(one: EnvState, other: EnvState) -> str | None:
 
 
 def _without_equals(state: EnvState, before: EnvState) -> EnvState:
-    """Returns a state that shares the attributes that did not change with an earlier one, as they may be large."""
+    """Returns a state that shares unchanged attributes, which may be large, with an earlier one."""
     if state.kinds != before.kinds:
         return state
     layers: list[nodes.Fields] = []

@@ -246,7 +246,7 @@ BUFFERS = (bytearray, array.array, CData)
 
 
 def is_constant(value: Any) -> bool:
-    """Returns whether an array can't change: its memory is of `bytes`, mapped to be read, or of such an array."""
+    """Returns whether an array can't change: it is in `bytes`, in a map to read, or in another such array."""
     owner = owner_of(value)
     if type(owner) is np.memmap:
         return owner.mode == "r"
