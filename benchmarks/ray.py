@@ -7,6 +7,7 @@ computing. The figures show the overhead of jaxvec and Ray.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -340,7 +341,8 @@ class SyncActor:
     """An actor without JAX and jaxvec that runs rollouts of Gymnasium's `SyncVectorEnv`."""
 
     def __init__(self, env: Callable[[], Any], num_envs: int) -> None:
-        self._envs = gymnasium.vector.SyncVectorEnv([env] * num_envs)
+        same_step = gymnasium.vector.AutoresetMode.SAME_STEP  # as `Rollouts` does
+        self._envs = gymnasium.vector.SyncVectorEnv([env] * num_envs, autoreset_mode=same_step)
         self._envs.reset(seed=0)
 
     def run(self, params: Any, num_steps: int) -> Any:
@@ -380,27 +382,23 @@ def actors(rounds: int, times: int) -> Iterator[str]:
     """Compares one actor of `jaxvec.Rollouts` with a Ray actor that steps a `SyncVectorEnv`."""
     yield (
         "\nEnv steps per second of one actor, as a ratio to a Ray actor with Gymnasium's `SyncVectorEnv` and "
-        "rollouts of 256 steps, and the driver's CPU time in microseconds per env step; medians.\n"
+        "rollouts of as many steps, and the driver's CPU time in microseconds per env step; medians.\n"
     )
-    yield "| envs | system | steps per rollout | rollouts per call | ratio | CPU time |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: |"
-    cases = {"8 no-op envs of 1 kB": (partial(Busy, 1024), 8)}
-    cases["16 CartPoles"] = partial(gymnasium.make, "CartPole-v1"), 16
-    systems = [
-        ("`SyncVectorEnv`", 256, 1),
-        *(("`Rollouts`", *size) for size in ((256, 1), (256, 4), (64, 8), (64, 1))),
-    ]
-    for label, (env, num_envs) in cases.items():
+    yield "| CartPoles | steps per rollout | system | rollouts per call | ratio | CPU time |"
+    yield "| ---: | ---: | --- | ---: | ---: | ---: |"
+    env = partial(gymnasium.make, "CartPole-v1")
+    for num_envs, num_steps in itertools.product((8, 32), (64, 128)):
+        systems = [("`SyncVectorEnv`", 1), ("`Rollouts`", 1), ("`Rollouts`", 4)]
         with ExitStack() as stack:
-            made: list[Any] = [SyncRollouts(env, num_envs, 256)]
-            for _, num_steps, per_call in systems[1:]:
+            made: list[Any] = [SyncRollouts(env, num_envs, num_steps)]
+            for _, per_call in systems[1:]:
                 options: Any = {"rollouts_per_call": per_call, "in_flight": 2 * per_call, "final_obs": False}
                 play = play_steps(num_steps)
                 each = jaxvec.Rollouts(play, env, num_envs, num_actors=1, params=PARAMS, **options)
                 made.append(stack.enter_context(each))
             found: list[list[tuple[float, float]]] = [[] for _ in made]
             for turn in range(rounds + 1):  # the first round compiles and is not counted
-                for system, (_, num_steps, per_call), results in zip(made, systems, found, strict=True):
+                for system, (_, per_call), results in zip(made, systems, found, strict=True):
                     for _ in range(2 * per_call):  # those that were finished during other turns
                         system.get()
                         system.push(PARAMS)
@@ -416,9 +414,9 @@ def actors(rounds: int, times: int) -> Iterator[str]:
                         steps = num_rollouts * num_steps * num_envs
                         results.append((steps / wall, cpu / steps * 1e6))
             medians = [[statistics.median(column) for column in zip(*each, strict=True)] for each in found]
-            for (name, *sizes), (rate, cpu) in zip(systems, medians, strict=True):
+            for (name, per_call), (rate, cpu) in zip(systems, medians, strict=True):
                 ratio = rate / medians[0][0]
-                yield f"| {label} | {name} | {sizes[0]} | {sizes[1]} | {ratio:.2f} | {cpu:.1f} |"
+                yield f"| {num_envs} | {num_steps} | {name} | {per_call} | {ratio:.2f} | {cpu:.1f} |"
 
 
 def recovery(rounds: int) -> Iterator[str]:
