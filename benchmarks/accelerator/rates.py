@@ -16,6 +16,7 @@ import gymnasium
 import jax
 import numpy as np
 
+import jaxvec
 from benchmarks import peers, systems, time_to_solve
 from benchmarks.accelerator.programs import Answers, main
 from benchmarks.loads import Load
@@ -44,6 +45,22 @@ def ale_xla(load: Load) -> Generator[Run]:
     yield systems.scan(step_once, handle, drawn)
 
 
+@contextmanager
+def ale_by_jaxvec(load: Load) -> Generator[Run]:
+    """Steps the same `AtariVectorEnv` as a batched env of jaxvec."""
+    try:
+        from ale_py.vector_env import AtariVectorEnv
+    except ImportError as error:
+        raise NotRun(str(error)) from error
+    with jaxvec.make(AtariVectorEnv("pong", num_envs=load.num_envs)) as envs:
+
+        def step(handle: jaxvec.Handle, action: jax.Array) -> tuple[jaxvec.Handle, jax.Array]:
+            handle, timestep = jaxvec.step(handle, action)
+            return handle, timestep.reward
+
+        yield systems.scan(step, jaxvec.reset(envs, seed=0)[0], systems.draw(envs.action_space))
+
+
 def _rates(load: Load, named: dict[str, Any], short: bool) -> dict[str, Any]:
     """Returns env steps per second of each system, or why it did not run."""
     results = measure(load, named, rounds=1 if short else 3, seconds=0.05 if short else 0.5)
@@ -65,7 +82,11 @@ def rates(answers: Answers, device: jax.Device, short: bool) -> None:
         answers.keep(load.name, lambda load=load: _rates(load, ways, short))
     num_envs = 2 if short else 64
     pong = Load(f"Pong x {num_envs}", num_envs, make=lambda _: _pong)
-    ways = {"scan, ffi": partial(scan, transport="ffi"), "ALE, xla()": ale_xla}
+    ways = {
+        "scan, ffi": partial(scan, transport="ffi"),
+        "ALE, xla()": ale_xla,
+        "ALE by jaxvec": ale_by_jaxvec,
+    }
     answers.keep(pong.name, lambda: _rates(pong, ways, short))
 
 
