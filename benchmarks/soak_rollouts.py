@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,6 +185,16 @@ def actors() -> list[psutil.Process]:
     return found
 
 
+def _started(add: Callable[..., Any]) -> Any:
+    """Starts a node; on a busy machine, Ray's start times out at times."""
+    for attempt in range(5):
+        try:
+            return add(num_cpus=2)
+        except Exception as error:
+            print(f"start {attempt} of a node failed: {error}", flush=True)
+    raise RuntimeError("Ray starts no node")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs Rollouts while parts of the cluster are killed.")
     parser.add_argument("--minutes", type=float, default=10)
@@ -229,9 +240,8 @@ def main() -> None:
                         with suppress(IndexError, psutil.NoSuchProcess):  # all may be on their way
                             random.choice(actors()).kill()
                     elif name == "node":
-                        lost = nodes.pop(random.randrange(len(nodes)))
-                        cluster.remove_node(lost, allow_graceful=False)
-                        nodes.append(add(num_cpus=2))
+                        nodes.append(_started(add))
+                        cluster.remove_node(nodes.pop(random.randrange(2)), allow_graceful=False)
                     else:
                         learner.kill()
                         learner.wait()
