@@ -21,7 +21,7 @@ from jaxvec import _stats
 from jaxvec._errors import EnvStateError
 from jaxvec._extensions.states.env_states import ADVICE, EnvState, StatefulEnv
 from jaxvec._extensions.states.snapshots import nodes
-from jaxvec._extensions.states.snapshots.pickling import copied
+from jaxvec._extensions.states.snapshots.pickling import unpickled
 from jaxvec._extensions.states.snapshots.snapshot import difference, find
 
 # --- The proof -------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def _without_equals(state: EnvState, before: EnvState) -> EnvState:
 
 def _pickled(state: EnvState) -> EnvState | None:
     try:
-        return copied(state)
+        return unpickled(state)
     except Exception:  # an error only if the state has to leave this process
         return None
 

@@ -71,19 +71,23 @@ def _constant(buffer: bytes, dtype: Any, shape: Any, order: Any) -> Any:
     return np.ndarray(shape, dtype, buffer, order=order)
 
 
-def copied(value: Any) -> Any:
+def unpickled(value: Any) -> Any:
     """Returns what another process would unpickle, with the memory of the arrays in the value."""
-    buffer, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
-    _StatePickler(buffer, (), arrays.append).dump(value)
-    return pickle.loads(buffer.getbuffer(), buffers=[array.raw() for array in arrays])
+    data, arrays = _dump_apart(value)
+    return pickle.loads(data, buffers=arrays)
 
 
 def size_of(value: Any) -> int:
     """Returns the size of the pickle of a value, without read-only arrays, which values may share."""
+    data, arrays = _dump_apart(value)
+    return len(data) + sum(array.nbytes for array in arrays if not array.readonly)
+
+
+def _dump_apart(value: Any) -> tuple[memoryview, list[memoryview]]:
+    """Returns the pickle of a value, and the memory of its arrays, which is not in it."""
     buffer, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
     _StatePickler(buffer, (), arrays.append).dump(value)
-    views = [array.raw() for array in arrays]
-    return len(buffer.getbuffer()) + sum(view.nbytes for view in views if not view.readonly)
+    return buffer.getbuffer(), [array.raw() for array in arrays]
 
 
 def _dump(value: Any, defining: tuple[type, ...]) -> bytes:
