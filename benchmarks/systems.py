@@ -61,6 +61,16 @@ def scan(step: Callable[[Any, Any], tuple[Any, jax.Array]], state: Any, drawn: l
     return run
 
 
+def scan_pool(envs: jaxvec.VectorEnv) -> Run:
+    """Returns a `Run` that steps a pool in a jitted scan."""
+
+    def step(handle: jaxvec.Handle, action: Any) -> tuple[jaxvec.Handle, jax.Array]:
+        handle, timestep = jaxvec.step(handle, action)
+        return handle, timestep.reward
+
+    return scan(step, jaxvec.reset(envs, seed=0)[0], draw(envs.action_space))
+
+
 def loop(step: Callable[[Any], Any], actions: list[Any]) -> Run:
     """Returns a `Run` that calls `step(action)` in a Python loop."""
 
@@ -85,12 +95,7 @@ def jaxvec_scan(
     with jaxvec.config.override(transport=transport, dispatch=dispatch):
         envs = jaxvec.make(fns, num_workers=num_workers, backend=backend)
     with envs:
-
-        def step(handle: jaxvec.Handle, action: Any) -> tuple[jaxvec.Handle, jax.Array]:
-            handle, timestep = jaxvec.step(handle, action)
-            return handle, timestep.reward
-
-        yield scan(step, jaxvec.reset(envs, seed=0)[0], draw(envs.action_space))
+        yield scan_pool(envs)
 
 
 @contextmanager

@@ -53,12 +53,7 @@ def ale_by_jaxvec(load: Load) -> Generator[Run]:
     except ImportError as error:
         raise NotRun(str(error)) from error
     with jaxvec.make(AtariVectorEnv("pong", num_envs=load.num_envs)) as envs:
-
-        def step(handle: jaxvec.Handle, action: jax.Array) -> tuple[jaxvec.Handle, jax.Array]:
-            handle, timestep = jaxvec.step(handle, action)
-            return handle, timestep.reward
-
-        yield systems.scan(step, jaxvec.reset(envs, seed=0)[0], systems.draw(envs.action_space))
+        yield systems.scan_pool(envs)
 
 
 def _rates(load: Load, named: dict[str, Any], short: bool) -> dict[str, Any]:
