@@ -7,7 +7,6 @@ import importlib.metadata
 import io
 import math
 import os
-import pickle
 import re
 import shlex
 import sys
@@ -17,12 +16,10 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import cloudpickle
-import numpy as np
-from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -312,116 +309,3 @@ def _complete_class(kind: type, state: tuple[Callable[..., type], Any]) -> type:
         set_state(kind, attributes)
         _incomplete.discard(kind)  # after an error, the next unpickling tries again
     return kind
-
-
-# --- Copies of values that are given to several envs ------------------------------------------------------
-
-# Values of these types never change. Subclasses may have attributes.
-_CONSTANTS = frozenset((int, float, complex, bool, str, bytes, type(None)))
-
-
-def copied(value: Any, depth: int = 2) -> Any:
-    """Returns a copy of a value that the caller gives to several envs, as if each had a process of its own.
-
-    It is what pickling would make of the value, but shares functions, classes, modules and read-only arrays
-    with it. A value that can't be pickled, such as one with a lock, is returned itself; of a tuple or dict,
-    to this `depth`, only the entries that can't be pickled.
-    """
-    try:
-        return _copy_plain(value, {})
-    except (_NotPlain, RecursionError):
-        pass
-    try:
-        return _Copier().copy(value)
-    except MemoryError:
-        raise
-    except Exception:  # of the objects' own code, too
-        if depth and type(value) is tuple:
-            return tuple(copied(each, depth - 1) for each in value)
-        if depth and type(value) is dict:
-            return {key: copied(each, depth - 1) for key, each in value.items()}
-        return value
-
-
-class _NotPlain(Exception):
-    """A value has parts that only pickling can copy."""
-
-
-def _copy_plain(value: Any, copies: dict[int, Any]) -> Any:
-    """Copies nested tuples, lists, dicts and arrays, in a tenth of the time that pickling takes.
-
-    `copies` has the copies so far, by the ids of their originals.
-    """
-    kind = type(value)
-    if kind in _CONSTANTS:
-        return value
-    if kind is tuple:
-        if _CONSTANTS.issuperset(map(type, value)):
-            return value
-        return tuple([_copy_plain(each, copies) for each in value])
-    if (copy := copies.get(id(value))) is not None:
-        return copy
-    if kind is list:
-        copy = copies[id(value)] = []
-        copy.extend(_copy_plain(each, copies) for each in value)
-    elif kind is dict:
-        copy = copies[id(value)] = {}
-        for key, each in value.items():
-            copy[_copy_plain(key, copies)] = _copy_plain(each, copies)
-    elif _is_shared(value):
-        return value
-    elif kind is np.ndarray and not value.dtype.hasobject:
-        copy = copies[id(value)] = value.copy(order="K")
-        copy.flags.writeable = value.flags.writeable or not value.flags.forc  # as pickling does
-    else:
-        raise _NotPlain
-    return copy
-
-
-def _is_shared(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return _is_read_only(value)
-    return isinstance(value, FunctionType | type | ModuleType | np.number | np.bool_)
-
-
-def _is_read_only(array: NDArray[Any]) -> bool:
-    """Returns True if neither the array nor one that it is a view of can be written to.
-
-    Arrays with gaps are left out, because they can be written to after they were pickled.
-    """
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        if base.flags.writeable or base.dtype.hasobject:
-            return False
-        base = base.base
-    return array.flags.forc
-
-
-class _Copier(Pickler):
-    """Pickles a value in memory, except for its parts that a copy shares."""
-
-    def __init__(self) -> None:
-        self._file, self._buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-        super().__init__(self._file, 5, buffer_callback=self._buffers.append)  # copies arrays only once
-        self._shared: list[Any] = []
-
-    def copy(self, value: Any) -> Any:
-        self.dump(value)
-        self._file.seek(0)
-        buffers = [bytes(each) if each.raw().readonly else bytearray(each) for each in self._buffers]
-        unpickler = _SharingUnpickler(self._file, buffers=buffers)
-        unpickler.shared = self._shared
-        return unpickler.load()
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not _is_shared(obj):
-            return None
-        self._shared.append(obj)
-        return len(self._shared) - 1
-
-
-class _SharingUnpickler(pickle.Unpickler):
-    shared: list[Any]
-
-    def persistent_load(self, pid: int) -> Any:
-        return self.shared[pid]

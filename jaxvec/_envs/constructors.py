@@ -29,6 +29,7 @@ from gymnasium.spaces import Box, Space, Tuple
 from gymnasium.vector import VectorEnv
 
 from jaxvec._envs.batch_slice import BatchSlice
+from jaxvec._envs.copies import copied
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import (
@@ -43,9 +44,10 @@ from jaxvec._envs.envs import (
     layers_of,
 )
 from jaxvec._envs.slice import Slice
+from jaxvec._memory.large_buffers import map_again
 from jaxvec._options import PoolConfig
 from jaxvec._spec import EnvSpaces, union
-from jaxvec._util import copied, install_command
+from jaxvec._util import install_command
 
 # --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------
 
@@ -212,7 +214,7 @@ def _check_callable(env_fn: Any, index: int) -> None:
 
 def _construct(env_fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls a constructor with copies of the arguments, which other envs get, too."""
-    args, kwargs = copied((args, kwargs))
+    args, kwargs = copied((args, kwargs), map_again=map_again)
     return env_fn(*args, **kwargs)
 
 

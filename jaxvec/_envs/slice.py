@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._dispatch.move import Verb
+from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._options import Restart
 from jaxvec._spec import KeyPath
 from jaxvec._tracing import Record, Recorder
-from jaxvec._util import copied
 
 # --- Settings of rebuilt envs ----------------------------------------------------------------------------
 

@@ -2,26 +2,29 @@
 
 The pickles of constructors lack the buffers of such arrays (pickle's protocol 5). The pool writes each of
 them into one shared memory, however many workers get it. A worker maps that: an array that is read-only in
-the program is read-only there, and any other one is copied page by page when it is written to.
+the program is read-only there, and any other one is copied page by page when it is written to. Envs of one
+worker that each need a copy of an array map it once more (`map_again`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
+import weakref
 from collections.abc import Sequence
 from pickle import PickleBuffer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvec._memory.segment import align, create_memory
+from jaxvec._memory.segment import create_memory
 
 
-def identify(buffer: PickleBuffer) -> tuple[int, int]:
+def identify(buffer: Any) -> tuple[int, int]:
     """Returns the address and the size in bytes of a buffer, which tell it from all others that exist."""
-    raw = buffer.raw()
-    return np.frombuffer(raw, np.uint8).ctypes.data, raw.nbytes
+    view = np.frombuffer(PickleBuffer(buffer).raw(), np.uint8)
+    return view.ctypes.data, view.nbytes
 
 
 class Place(NamedTuple):
@@ -58,7 +61,7 @@ class LargeBuffers:
             while written < raw.nbytes:
                 written += os.pwrite(self.descriptors[0], raw[written:], self._end + written)
             self._buffers.append(raw)
-            self._end = align(self._end + raw.nbytes)
+            self._end = -(-(self._end + raw.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE  # for `map_again`
         return place
 
     def close(self) -> None:
@@ -67,12 +70,41 @@ class LargeBuffers:
         self._places, self._buffers = {}, []
 
 
+class PrivateMemory(mmap.mmap):
+    """The memory of one array of one env, whose pages are copied when they are written to."""
+
+
+# The buffers of this worker that can be written to, with their descriptor and offset, by `identify`.
+_origins: dict[tuple[int, int], tuple[memoryview, int, int]] = {}
+# Mappings of `map_again`. Before Python 3.13, each of them holds a descriptor, of which envs need some.
+_copies = weakref.WeakSet[PrivateMemory]()
+_MAX_COPIES = 256 if sys.version_info < (3, 13) else sys.maxsize
+_PRIVATE: Any = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+if sys.version_info >= (3, 13):
+    _PRIVATE["trackfd"] = False
+
+
 def map_buffers(descriptor: int, places: Sequence[Place]) -> list[memoryview]:
-    """Maps the memory in a worker, and returns these buffers; closes the descriptor."""
+    """Maps the memory in a worker, and returns these buffers; keeps the descriptor if `map_again` needs it."""
     size = max(place.offset + place.nbytes for place in places)
     shared = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
-    private = memoryview(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
-    os.close(descriptor)
-    return [
-        (shared if read_only else private)[offset : offset + nbytes] for offset, nbytes, read_only in places
-    ]
+    private = memoryview(mmap.mmap(descriptor, size, **_PRIVATE))
+    buffers: list[memoryview] = []
+    for offset, nbytes, read_only in places:
+        buffers.append((shared if read_only else private)[offset : offset + nbytes])
+        if not read_only:
+            _origins[identify(buffers[-1])] = buffers[-1], descriptor, offset
+    if not _origins:
+        os.close(descriptor)
+    return buffers
+
+
+def map_again(buffer: Any) -> PrivateMemory | None:
+    """Returns a copy of one of these buffers as it was sent; `None` for other buffers, and for the 257th."""
+    key = identify(buffer) if _origins else None
+    if key not in _origins or len(_copies) == _MAX_COPIES:
+        return None
+    _, descriptor, offset = _origins[key]
+    memory = PrivateMemory(descriptor, key[1], **_PRIVATE, offset=offset)
+    _copies.add(memory)
+    return memory

@@ -21,6 +21,7 @@ from jaxvec._dispatch.engine import Engine, EngineConfig
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
+from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
 from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
@@ -28,7 +29,6 @@ from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._options import PoolConfig, reject
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
-from jaxvec._util import copied
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, choose_dispatch, open_engine, parent_end
 from jaxvec._workers.budget import Budget

@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import tracemalloc
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -69,17 +70,70 @@ def test_what_one_worker_writes_no_other_sees(make):
     envs = make(lambda: Looking(mine), 4, num_workers=2, on_fault="restart")
     envs.reset()
     envs.step([0, 1, 1, 1])
-    assert envs.step([5, 5, 5, 5]).obs[:, 0].tolist() == [
-        -1,
-        -1,
-        5,
-        5,
-    ]  # envs of a worker share their closure
+    # The envs of a worker share their closure.
+    assert envs.step([5, 5, 5, 5]).obs[:, 0].tolist() == [-1, -1, 5, 5]
     assert mine[5] == 5
     mine[5] = 7  # also a new worker gets the values of `make`
     os.kill(envs.stats().workers[0].process.pid, signal.SIGKILL)
     assert envs.step([1, 1, 1, 1]).info["fault"].tolist() == [True, True, False, False]
     assert envs.step([5, 5, 5, 5]).obs[:, 0].tolist() == [5, 5, 5, 5]
+
+
+class InAnObject(Looking):
+    def __init__(self, holder):
+        super().__init__(holder.table)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("way", ["argument", "config", "list", "object"])
+def test_envs_share_an_argument_until_they_write_to_it(make, start_method, way):
+    mine, workers = table(), jaxvec.Workers(num=2, start_method=start_method)
+    options = dict(workers=workers, on_fault="restart")
+    if way == "argument":
+        envs = make(Looking, 6, table=mine, **options)
+    elif way == "config":
+        envs = make(Looking, 6, env_configs=[{"table": mine}] * 6, **options)
+    elif way == "list":
+        envs = make([Looking] * 6, table=mine, **options)
+    else:
+        envs = make(InAnObject, 6, holder=SimpleNamespace(table=mine, name="a"), **options)
+    mine[5] = 7  # all envs get the values of `make`
+    envs.reset()
+    assert envs.step([0, 1, 2, 0, 1, 2]).obs[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert envs.step([5] * 6).obs[:, 0].tolist() == [-1, 5, 5, -1, 5, 5]
+    assert envs.map(lambda env: env.unwrapped.table.flags.writeable) == (True,) * 6
+    assert max(own_memory(envs)) < SIZE / 2
+    os.kill(envs.stats().workers[0].process.pid, signal.SIGKILL)
+    assert envs.step([1] * 6).info["fault"].tolist() == [True] * 3 + [False] * 3
+    assert envs.step([5] * 6).obs[:, 0].tolist() == [5, 5, 5, -1, 5, 5]
+
+
+class WithView(Looking):
+    """Writes to its table by a view, which it has from its first step on."""
+
+    def reset(self, **kwargs):
+        self.part = None
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        if self.part is None:
+            self.part = self.table[4:8]
+        self.part += action
+        return super().step(action)
+
+
+def test_states_keep_views_of_an_argument(make):
+    mine = np.arange(1 << 18, dtype=np.float64)
+    envs = make(WithView, 4, table=mine, num_workers=2, states=8)
+    envs.reset()
+    envs.step([1, 2, 3, 4])
+    saved = envs.save()
+    expected = [envs.step([5, 6, 7, 5]), envs.step([4, 5, 6, 7])]
+    for again in saved, envs.unpack_states(envs.pack_states(saved)):
+        envs.reset()
+        envs.restore(again[::-1])  # of the other worker
+        for step, actions in zip(expected, ([5, 7, 6, 5], [7, 6, 5, 4]), strict=True):
+            np.testing.assert_array_equal(envs.step(actions).reward, step.reward[::-1])
 
 
 def test_several_arrays_of_all_kinds_arrive(make):

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._extensions.states.snapshots.nodes import CannotCopy, Node, Restorer, Saver
+from jaxvec._memory.large_buffers import PrivateMemory
 
 # Array classes without further attributes.
 _ARRAY_CLASSES = (np.ndarray, np.recarray, np.matrix)
@@ -49,7 +50,11 @@ class _View(Node):
     writeable: bool
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        old_owner = None if isinstance(self.owner, (Array, _Objects)) else memory_of(old)
+        old_owner: Any = None
+        if isinstance(self.owner, _Foreign):
+            old_owner = owner_of(old) if isinstance(old, np.ndarray) else None
+        elif not isinstance(self.owner, (Array, _Objects)):
+            old_owner = memory_of(old)
         owner = restorer.value(self.owner, old_owner)
         shape = () if self.shape is None else self.shape
         if isinstance(owner, np.ndarray):
@@ -293,6 +298,8 @@ def _save_part(saver: Saver, value: Any) -> Any:
         raise CannotCopy("it is an array of Python objects in memory of another library")
     if isinstance(memory, (bytes, *BUFFERS)) and (not isinstance(memory, CData) or _owns_memory(memory)):
         return _save_view(saver, value, memory)
+    if value is not owner and isinstance(memory, PrivateMemory):  # other memory may have other users, too
+        return _save_view(saver, value, owner)
     return _Foreign(_copy(value))
 
 
