@@ -135,7 +135,7 @@ def select_whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDAr
 
 
 class Status(IntEnum):
-    """The outcome of a move, with the numbers of pool.h. Only the first two have changed anything."""
+    """The outcome of a move, with the numbers of engine.h. Only the first two have changed anything."""
 
     DONE = 0
     UNDER_WAY = 1  # started, not finished; the caller holds its slots

@@ -43,16 +43,16 @@ class Worker:
 def request_short_slices() -> str | None:
     """Requests short slices for this thread; returns the reason if it keeps the default slices."""
 
-# --- pool.h ---
+# --- engine.h ---
 
 STATUSES: dict[str, int]  # the enumerators of C++, which must equal the enums in Python
 VERBS: dict[str, int]  # those that C++ knows, and the number of verbs of workers as END
 
 @final
-class Pool:
+class Engine:
     """The engine of a pool that compiled programs step without Python. Its methods release the GIL.
 
-    `Plan` in pool.h documents the arguments. Programs find the pool by its id until it is closed.
+    `Plan` in engine.h documents the arguments. Programs find the pool by its id until it is closed.
     """
 
     def __new__(
@@ -80,7 +80,7 @@ class Pool:
         truncated: NDArray[Any] | None,
         step_here: Callable[[NDArray[Any]], None] | None,
         all_slots: NDArray[Any],
-    ) -> Pool: ...
+    ) -> Engine: ...
 
     last_caller: int
     @property

@@ -19,7 +19,7 @@ uint32_t pool_id_of(const std::vector<Array>& operands) {
 
 void set_python(Answer answer) { python.store(answer); }
 
-std::shared_ptr<Pool> pool_of(const Call& call) { return find(pool_id_of(call.operands)); }
+std::shared_ptr<Engine> engine_of(const Call& call) { return find(pool_id_of(call.operands)); }
 
 bool unpack(const int64_t* layout, const int64_t* end, const std::vector<Array>& arrays,
             std::vector<Array>* found) {
@@ -47,16 +47,16 @@ bool unpack(const int64_t* layout, const int64_t* end, const std::vector<Array>&
   return next_array == arrays.size();
 }
 
-std::string ask_python(Call& call, Status status, Pool* pool) {
-  return ask_python(call, status, pool, python.load());
+std::string ask_python(Call& call, Status status, Engine* engine) {
+  return ask_python(call, status, engine, python.load());
 }
 
-std::string ask_python(Call& call, Status status, Pool* pool,
+std::string ask_python(Call& call, Status status, Engine* engine,
                        const std::function<std::string(Call&)>& answer) {
   call.status = static_cast<uint32_t>(status);
   call.pool = pool_id_of(call.operands);
   std::string error = python.load() == nullptr ? "the Python interpreter has ended" : answer(call);
-  if (status == Status::kUnderWay) pool->release();
+  if (status == Status::kUnderWay) engine->release();
   return error;
 }
 
@@ -67,17 +67,17 @@ bool interrupted() {
   return last_seen.load(std::memory_order_relaxed) != now && last_seen.exchange(now) != now;
 }
 
-Status move_on_host(Call& call, Pool* pool) {
-  if (pool == nullptr) return Status::kElsewhere;
+Status move_on_host(Call& call, Engine* engine) {
+  if (engine == nullptr) return Status::kElsewhere;
   HostTarget target;
-  return pool->answer(call.verb, call.fingerprint, call.operands, call.results, target, &call.waited_ns);
+  return engine->answer(call.verb, call.fingerprint, call.operands, call.results, target, &call.waited_ns);
 }
 
 std::string answer_on_host(Call& call) {
-  const std::shared_ptr<Pool> pool = pool_of(call);
-  const Status status = move_on_host(call, pool.get());
+  const std::shared_ptr<Engine> engine = engine_of(call);
+  const Status status = move_on_host(call, engine.get());
   if (status == Status::kDone && !interrupted()) return "";
-  return ask_python(call, status, pool.get());
+  return ask_python(call, status, engine.get());
 }
 
 }  // namespace jaxvec

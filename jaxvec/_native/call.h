@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "pool.h"
+#include "engine.h"
 
 namespace jaxvec {
 
@@ -40,13 +40,13 @@ bool unpack(const int64_t* layout, const int64_t* end, const std::vector<Array>&
 using Answer = std::string (*)(Call&);
 void set_python(Answer answer);
 
-// Returns the pool that a call is for; null if it is closed or uses the portable dispatch.
-std::shared_ptr<Pool> pool_of(const Call& call);
+// Returns the engine of the pool that a call is for; null if it is closed or uses the portable dispatch.
+std::shared_ptr<Engine> engine_of(const Call& call);
 
 // Lets Python answer a call, or finish it if `status` is kUnderWay. Returns the error's text, empty on
 // success.
-std::string ask_python(Call& call, Status status, Pool* pool);
-std::string ask_python(Call& call, Status status, Pool* pool,
+std::string ask_python(Call& call, Status status, Engine* engine);
+std::string ask_python(Call& call, Status status, Engine* engine,
                        const std::function<std::string(Call&)>& answer);
 
 // Returns whether a handled signal, such as Ctrl-C, arrived since the last call of this function. It must end
@@ -55,8 +55,8 @@ std::string ask_python(Call& call, Status status, Pool* pool,
 bool interrupted();
 
 // Answers a call with operands and results in host memory, if C++ can. If the result is not kDone, or a
-// signal arrived, Python must be asked. `pool` may be null.
-Status move_on_host(Call& call, Pool* pool);
+// signal arrived, Python must be asked. `engine` may be null.
+Status move_on_host(Call& call, Engine* engine);
 
 // Answers a call with operands and results in host memory. Returns as `ask_python`.
 std::string answer_on_host(Call& call);

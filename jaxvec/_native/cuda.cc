@@ -259,7 +259,7 @@ struct Packed {
 // it after the rows were read, and only a caller with the token can move these envs again. A call waits for
 // its stream to read its token on the host before it dispatches anything. So successive steps need no second
 // set of results and wait only for their actions. The other side of this race: callers without a token
-// (functions of the host, a reset that starts from the pool, `close`) call `Pool::wait_for_copies` first.
+// (functions of the host, a reset that starts from the pool, `close`) call `Engine::wait_for_copies` first.
 //
 // Small results are gathered in the packed buffer and copied together with the token.
 class CudaTarget : public Target {
@@ -384,18 +384,18 @@ std::string answer_on_cuda(Call& call, void* stream) {
     if (packed.contains(result)) result.data = packed.host + (address(result.data) - address(packed.device));
   }
   CudaTarget target(calls, context, stream, staging, packed);
-  const std::shared_ptr<Pool> pool = pool_of(call);
+  const std::shared_ptr<Engine> engine = engine_of(call);
   Status status = Status::kElsewhere;
   // Without page-locked memory the call goes to Python, which page-locks the segment first.
-  if (pool != nullptr && pool->state.devices.load(std::memory_order_acquire)) {
-    status = pool->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
+  if (engine != nullptr && engine->state.devices.load(std::memory_order_acquire)) {
+    status = engine->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
   }
   if (status != Status::kDone || interrupted()) {
     if (status != Status::kDone) {  // Python writes the results to the staging buffer
       for (const size_t i : large) results[i].data = staging->take(bytes_of(results[i]));
     }
     call.on_device = 1;
-    error = ask_python(call, status, pool.get());
+    error = ask_python(call, status, engine.get());
     if (error.empty() && status != Status::kDone) {
       for (const size_t i : large) {
         const size_t bytes = bytes_of(results[i]);

@@ -1,4 +1,4 @@
-"""The engine of a pool that compiled programs step without Python. Wraps `pool.cc`."""
+"""The engine of a pool that compiled programs step without Python. Wraps `engine.cc`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CEngine(Engine):
         terminated, truncated = config.views.over if config.ends_need_reset else (None, None)
         timeout_ns = FOREVER_NS if config.timeout is None else int(config.timeout * 1e9)
         self.generation = np.zeros(len(pending_envs.needs_reset), np.uint32)
-        self._pool = load().Pool(
+        self._native = load().Engine(
             pool_id=config.pool_id,
             parent=dispatch.native_end,
             fingerprint=fingerprint,
@@ -82,17 +82,17 @@ class CEngine(Engine):
 
     @property
     def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._pool.last_caller
+        return self._native.last_caller
 
     @property
     def num_served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._pool.num_served
+        return self._native.num_served
 
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
-        return self._pool.enter(slots, exclusive, int(seconds * 1e9))
+        return self._native.enter(slots, exclusive, int(seconds * 1e9))
 
     def _leave(self) -> None:
-        self._pool.leave()
+        self._native.leave()
 
     def move(
         self,
@@ -114,7 +114,7 @@ class CEngine(Engine):
     ) -> MoveResult:
         """Makes a move with one call into C++; its status is `ELSEWHERE` if C++ does not support it."""
         slots = None if move.generation is None else move.slots
-        status, rows, waited_ns = self._pool.move(
+        status, rows, waited_ns = self._native.move(
             move.verb,
             move.caller_code,
             move.caller is not None,
@@ -127,51 +127,51 @@ class CEngine(Engine):
         return MoveResult(_STATUSES[status], rows, waited_ns / 1e9, recorded=True)
 
     def check_handle(self, move: Move) -> Status:
-        return _STATUSES[self._pool.check_handle(move.slots, move.generation)]
+        return _STATUSES[self._native.check_handle(move.slots, move.generation)]
 
     def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
-        return _STATUSES[self._pool.check_envs(env_ids, stepped)]
+        return _STATUSES[self._native.check_envs(env_ids, stepped)]
 
     def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
-        self._pool.hold(slots, alone)
+        self._native.hold(slots, alone)
 
     def holds(self) -> bool:
-        return self._pool.holds()
+        return self._native.holds()
 
     def release(self) -> None:
-        self._pool.release()
+        self._native.release()
 
     def advance(self, move: Move) -> None:
         if move.caller is not None:
             self.generation[move.slots] += np.uint32(1)
-            self._pool.last_caller = move.caller_code
+            self._native.last_caller = move.caller_code
 
     def retract(self, move: Move, last_caller: int) -> None:
         if move.caller is not None:
             self.generation[move.slots] -= np.uint32(1)
-            if self._pool.last_caller == move.caller_code:
-                self._pool.last_caller = last_caller
+            if self._native.last_caller == move.caller_code:
+                self._native.last_caller = last_caller
 
     def count_success(self) -> None:
-        self._pool.count_success()
+        self._native.count_success()
 
     def wait_for_copies(self) -> None:
-        self._pool.wait_for_copies()
+        self._native.wait_for_copies()
 
     def allow_gpu(self) -> None:
-        self._pool.allow_gpu()
+        self._native.allow_gpu()
 
     def close_fast_path(self) -> None:
         super().close_fast_path()
-        self._pool.close_fast_path()
+        self._native.close_fast_path()
 
     def start_trace(self, capacity: int) -> None:
-        self._pool.start_trace(capacity)
+        self._native.start_trace(capacity)
 
     def stop_trace(self) -> Record:
-        spans, lost = self._pool.stop_trace()
+        spans, lost = self._native.stop_trace()
         return Record([Span(_NAMES[what], *rest) for what, *rest in spans], lost)
 
     def close(self) -> None:
         super().close()
-        self._pool.close()
+        self._native.close()

@@ -44,7 +44,7 @@ Ref views(const std::vector<Array>& arrays) {
 // Calls Python's `_serve`; returns null if a Python error is set.
 Ref serve(const Call& call) {
   Ref failure = take_failure();
-  if (!failure) failure = Share(Py_None);
+  if (!failure) failure = share(Py_None);
   const Ref operands = views(call.operands);
   const Ref results = operands ? views(call.results) : nullptr;
   if (!results) return nullptr;
@@ -76,7 +76,7 @@ std::string answer(const Call& call, Ref* raised = nullptr) {
   if (PyErr_CheckSignals() != 0) exception = take_exception();
   for (int tries = 0; tries < kMaxTries; ++tries) {
     const Ref answered = exception ? fail(call, exception.get()) : serve(call);
-    if (answered && raised != nullptr && exception) *raised = Share(exception.get());
+    if (answered && raised != nullptr && exception) *raised = share(exception.get());
     if (answered) return exception ? PyBytes_AsString(answered.get()) : "";
     exception = take_exception();
   }
@@ -108,7 +108,7 @@ PyObject* call_packed(PyObject*, PyObject* args) {
   Numbers<const int64_t, NPY_INT64> operand_layout, result_layout;
   PyObject *operands, *results;
   if (!PyArg_ParseTuple(args, "Ipy#lO&O&OO:call_packed", &call.verb, &call.fresh, &extra, &num_extra,
-                        &call.fingerprint, operand_layout.Convert, &operand_layout, result_layout.Convert,
+                        &call.fingerprint, operand_layout.convert, &operand_layout, result_layout.convert,
                         &result_layout, &operands, &results)) {
     return nullptr;
   }
@@ -126,12 +126,12 @@ PyObject* call_packed(PyObject*, PyObject* args) {
   call.extra = reinterpret_cast<const uint8_t*>(extra);
   call.num_extra = static_cast<uint32_t>(num_extra);
   call.interrupts = interrupts();
-  const std::shared_ptr<Pool> pool = pool_of(call);
-  const Status status = WithoutGil([&] { return move_on_host(call, pool.get()); });
+  const std::shared_ptr<Engine> engine = engine_of(call);
+  const Status status = without_gil([&] { return move_on_host(call, engine.get()); });
   if (status == Status::kDone && !interrupted()) Py_RETURN_NONE;
   Ref raised;
   const std::string error =
-      ask_python(call, status, pool.get(), [&](const Call& asked) { return answer(asked, &raised); });
+      ask_python(call, status, engine.get(), [&](const Call& asked) { return answer(asked, &raised); });
   if (error.empty()) Py_RETURN_NONE;
   if (raised) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.get())), raised.get());
@@ -146,8 +146,8 @@ PyObject* call_packed(PyObject*, PyObject* args) {
 PyObject* prepare(PyObject*, PyObject* args) {
   uint32_t calls;
   Numbers<const uint64_t, NPY_UINT64> sizes;
-  if (!PyArg_ParseTuple(args, "IO&:prepare_cuda", &calls, sizes.Convert, &sizes)) return nullptr;
-  WithoutGil([&] { prepare_cuda(calls, sizes.data, sizes.count); });
+  if (!PyArg_ParseTuple(args, "IO&:prepare_cuda", &calls, sizes.convert, &sizes)) return nullptr;
+  without_gil([&] { prepare_cuda(calls, sizes.data, sizes.count); });
   Py_RETURN_NONE;
 }
 
@@ -183,9 +183,10 @@ PyObject* call_cuda(PyObject*, PyObject* args, PyObject* kwargs) {
   call.operands = std::move(from.arrays);
   call.results = std::move(to.arrays);
   call.interrupts = interrupts();
-  call.packed = PyArray_DATA(AsArray(packed));
-  call.packed_bytes = static_cast<uint64_t>(PyArray_NBYTES(AsArray(packed)));
-  const std::string error = WithoutGil([&] { return answer_on_cuda(call, reinterpret_cast<void*>(stream)); });
+  call.packed = PyArray_DATA(as_array(packed));
+  call.packed_bytes = static_cast<uint64_t>(PyArray_NBYTES(as_array(packed)));
+  const std::string error =
+      without_gil([&] { return answer_on_cuda(call, reinterpret_cast<void*>(stream)); });
   return PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace");
 }
 
@@ -209,7 +210,7 @@ PyMethodDef functions[] = {
     {"call_packed", call_packed, METH_VARARGS, nullptr},
     {"prepare_cuda", prepare, METH_VARARGS, nullptr},
     {"use_cuda", use_cuda, METH_VARARGS, nullptr},
-    {"call_cuda", AsMethod(call_cuda), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"call_cuda", as_method(call_cuda), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"watch_interrupts", watch, METH_NOARGS, nullptr},
     {"interrupts", count, METH_NOARGS, nullptr},
     {"add_native_stack", add_stack, METH_VARARGS, nullptr},
@@ -224,7 +225,7 @@ bool add_handler(PyObject* module, const char* name, XLA_FFI_Error* (*handler)(X
 }  // namespace
 }  // namespace jaxvec
 
-bool AddCalls(PyObject* module) {
+bool add_calls(PyObject* module) {
   using namespace jaxvec;
   return PyModule_AddFunctions(module, functions) == 0 &&
          PyModule_AddIntConstant(module, "FFI_VERSION", static_cast<long>(ffi_version())) == 0 &&

@@ -24,10 +24,10 @@ bool read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns, Boar
   bool found = true;
   const auto find = [&](const char* name, auto*& words) {
     const Ref array(found ? PyObject_GetAttrString(marks, name) : nullptr);
-    found = array && PyArray_Check(array.get()) && PyArray_ISCARRAY(AsArray(array.get()));
+    found = array && PyArray_Check(array.get()) && PyArray_ISCARRAY(as_array(array.get()));
     if (!found) return uint32_t{0};
-    words = static_cast<std::remove_reference_t<decltype(words)>>(PyArray_DATA(AsArray(array.get())));
-    return static_cast<uint32_t>(PyArray_DIM(AsArray(array.get()), 0));
+    words = static_cast<std::remove_reference_t<decltype(words)>>(PyArray_DATA(as_array(array.get())));
+    return static_cast<uint32_t>(PyArray_DIM(as_array(array.get()), 0));
   };
   board->num_slots = find("requested", board->requested);
   find("completed", board->completed);
@@ -65,19 +65,19 @@ PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   Numbers<const int32_t, NPY_INT32> sockets;
   uint32_t spin_ns, look_around_ns;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OO&O&II:Parent", const_cast<char**>(names), &marks,
-                                   stops.Convert, &stops, sockets.Convert, &sockets, &spin_ns,
+                                   stops.convert, &stops, sockets.convert, &sockets, &spin_ns,
                                    &look_around_ns)) {
     return nullptr;
   }
-  Ref self = MakeOwner<ParentEnd>(type);
+  Ref self = make_owner<ParentEnd>(type);
   if (!self) return nullptr;
-  auto& end = OwnOf<ParentEnd>(self.get());
+  auto& end = own_of<ParentEnd>(self.get());
   if (!read_marks(marks, spin_ns, look_around_ns, &end.parent.board)) return nullptr;
   if (stops.count == 0 || stops.count != end.parent.board.num_workers) {
     PyErr_SetString(PyExc_ValueError, "there is not one stop per worker");
     return nullptr;
   }
-  end.marks = Share(marks);
+  end.marks = share(marks);
   end.stops.assign(stops.data, stops.data + stops.count);
   end.parent.stops = end.stops.data();
   end.sockets.assign(sockets.data, sockets.data + sockets.count);
@@ -88,7 +88,7 @@ PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 void parent_send(ParentEnd& end, uint32_t operation, const Slots& slots) {
   if (!check(end.parent.board, 0, slots, end.stops.back())) return;
-  WithoutGil([&] { send(end.parent, operation, slots.data, slots.count); });
+  without_gil([&] { send(end.parent, operation, slots.data, slots.count); });
 }
 
 void parent_forward(ParentEnd& end, const Slots& requests, const Slots& slots) {
@@ -97,34 +97,34 @@ void parent_forward(ParentEnd& end, const Slots& requests, const Slots& slots) {
     PyErr_SetString(PyExc_ValueError, "there is not one request per slot");
     return;
   }
-  WithoutGil([&] { forward(end.parent, requests.data, slots.data, slots.count); });
+  without_gil([&] { forward(end.parent, requests.data, slots.data, slots.count); });
 }
 
 void parent_notify_worker(ParentEnd& end, uint32_t worker) {
-  if (check(end.parent.board, worker, {})) WithoutGil([&] { notify_worker(end.parent.board, worker); });
+  if (check(end.parent.board, worker, {})) without_gil([&] { notify_worker(end.parent.board, worker); });
 }
 
 bool parent_wait(ParentEnd& end, const Slots& slots, uint32_t count, int64_t timeout_ns) {
   if (!check(end.parent.board, 0, slots)) return false;
-  return WithoutGil([&] { return wait(end.parent, slots.data, slots.count, count, timeout_ns); }) == kDone;
+  return without_gil([&] { return wait(end.parent, slots.data, slots.count, count, timeout_ns); }) == kDone;
 }
 
 void parent_mark_notices_seen(ParentEnd& end) { mark_notices_seen(end.parent); }
 
 void parent_notify_parent(ParentEnd& end) {
-  WithoutGil([&] { notify_parent(end.parent.board); });
+  without_gil([&] { notify_parent(end.parent.board); });
 }
 
 void parent_close(ParentEnd& end) { end.marks.reset(); }
 
 PyMethodDef parent_methods[] = {
-    Define<parent_send>("send"),
-    Define<parent_forward>("forward"),
-    Define<parent_notify_worker>("notify_worker"),
-    Define<parent_wait>("wait"),
-    Define<parent_mark_notices_seen>("mark_notices_seen"),
-    Define<parent_notify_parent>("notify_parent"),
-    Define<parent_close>("close"),
+    define<parent_send>("send"),
+    define<parent_forward>("forward"),
+    define<parent_notify_worker>("notify_worker"),
+    define<parent_wait>("wait"),
+    define<parent_mark_notices_seen>("mark_notices_seen"),
+    define<parent_notify_parent>("notify_parent"),
+    define<parent_close>("close"),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -134,9 +134,9 @@ PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"marks", "index", "first", "stop", "notices", "spin_ns", nullptr};
   PyObject* marks;
   uint32_t spin_ns;
-  Ref self = MakeOwner<WorkerEnd>(type);
+  Ref self = make_owner<WorkerEnd>(type);
   if (!self) return nullptr;
-  auto& end = OwnOf<WorkerEnd>(self.get());
+  auto& end = own_of<WorkerEnd>(self.get());
   Worker& worker = end.worker;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OIIIII:Worker", const_cast<char**>(names), &marks,
                                    &worker.index, &worker.first, &worker.stop, &worker.seen_notices,
@@ -150,7 +150,7 @@ PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
                         "worker %u with slots %u to %u is out of range (%u workers, %u slots)", worker.index,
                         worker.first, worker.stop, board.num_workers, board.num_slots);
   }
-  end.marks = Share(marks);
+  end.marks = share(marks);
   end.slots.resize(worker.stop - worker.first);
   std::iota(end.slots.begin(), end.slots.end(), worker.first);
   return self.release();
@@ -158,19 +158,19 @@ PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 PyObject* worker_take(WorkerEnd& end, PyObject* array) {
   int64_t* slots = nullptr;
-  if (!ConvertShared<int64_t>(array, &slots)) return nullptr;
-  if (slots == nullptr || PyArray_SIZE(AsArray(array)) < static_cast<npy_intp>(end.slots.size())) {
+  if (!convert_shared<int64_t>(array, &slots)) return nullptr;
+  if (slots == nullptr || PyArray_SIZE(as_array(array)) < static_cast<npy_intp>(end.slots.size())) {
     return PyErr_Format(PyExc_ValueError, "the array needs room for all %zu slots of the worker",
                         end.slots.size());
   }
   uint32_t operation = 0, count = 0;
-  WithoutGil([&] { take(end.worker, &operation, slots, &count); });
+  without_gil([&] { take(end.worker, &operation, slots, &count); });
   return Py_BuildValue("II", operation, count);
 }
 
 void worker_post(WorkerEnd& end, const Slots& slots) {
   if (!check(end.worker.board, end.worker.index, slots)) return;
-  WithoutGil([&] { post(end.worker, slots.data, slots.count); });
+  without_gil([&] { post(end.worker, slots.data, slots.count); });
 }
 
 void worker_post_some(WorkerEnd& end, uint32_t first, uint32_t count) {
@@ -180,26 +180,26 @@ void worker_post_some(WorkerEnd& end, uint32_t first, uint32_t count) {
                  first, worker.first, worker.stop);
     return;
   }
-  WithoutGil([&] { post(end.worker, end.slots.data() + (first - worker.first), count); });
+  without_gil([&] { post(end.worker, end.slots.data() + (first - worker.first), count); });
 }
 
 void worker_mark_notice_seen(WorkerEnd& end) { ++end.worker.seen_notices; }
 
 void worker_notify_worker(WorkerEnd& end) {
-  WithoutGil([&] { notify_worker(end.worker.board, end.worker.index); });
+  without_gil([&] { notify_worker(end.worker.board, end.worker.index); });
 }
 
 void worker_notify_parent(WorkerEnd& end) {
-  WithoutGil([&] { notify_parent(end.worker.board); });
+  without_gil([&] { notify_parent(end.worker.board); });
 }
 
 PyMethodDef worker_methods[] = {
-    Define<worker_take>("take"),
-    Define<worker_post>("post"),
-    Define<worker_post_some>("post_some"),
-    Define<worker_mark_notice_seen>("mark_notice_seen"),
-    Define<worker_notify_worker>("notify_worker"),
-    Define<worker_notify_parent>("notify_parent"),
+    define<worker_take>("take"),
+    define<worker_post>("post"),
+    define<worker_post_some>("post_some"),
+    define<worker_mark_notice_seen>("mark_notice_seen"),
+    define<worker_notify_worker>("notify_worker"),
+    define<worker_notify_parent>("notify_parent"),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -213,12 +213,12 @@ PyMethodDef functions[] = {
 }  // namespace
 }  // namespace jaxvec
 
-bool AddDispatch(PyObject* module) {
+bool add_dispatch(PyObject* module) {
   using namespace jaxvec;
-  parent_type = MakeType<ParentEnd>(
+  parent_type = make_type<ParentEnd>(
       "jaxvec._native._ext.Parent",
       {{Py_tp_new, reinterpret_cast<void*>(make_parent)}, {Py_tp_methods, parent_methods}});
-  PyTypeObject* const worker_type = MakeType<WorkerEnd>(
+  PyTypeObject* const worker_type = make_type<WorkerEnd>(
       "jaxvec._native._ext.Worker",
       {{Py_tp_new, reinterpret_cast<void*>(make_worker)}, {Py_tp_methods, worker_methods}});
   return parent_type != nullptr && worker_type != nullptr && PyModule_AddType(module, parent_type) == 0 &&

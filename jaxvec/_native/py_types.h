@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "pool.h"
+#include "engine.h"
 #include "python.h"
 
 namespace jaxvec {
@@ -53,7 +53,7 @@ struct Arrays {
   bool borrow(PyObject* sequence, std::vector<Ref>* items) {
     if (!append_items(sequence, items)) return false;
     for (const Ref& each : *items) {
-      PyArrayObject* array = AsArray(each.get());
+      PyArrayObject* array = as_array(each.get());
       if (!PyArray_Check(each.get()) || !PyArray_ISCARRAY_RO(array)) {
         PyErr_Format(PyExc_TypeError, "expected a C-contiguous array, not %R", Py_TYPE(each.get()));
         return false;

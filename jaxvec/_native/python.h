@@ -2,7 +2,7 @@
 // hold a C++ object, and converters of arguments.
 //
 // The limited API makes one library serve every Python from 3.11 on. Callers hold the GIL, except inside of
-// `WithoutGil`.
+// `without_gil`.
 #pragma once
 
 #define Py_LIMITED_API 0x030B0000
@@ -32,23 +32,23 @@ struct Release {
 };
 using Ref = std::unique_ptr<PyObject, Release>;
 
-inline Ref Share(PyObject* object) { return Ref(Py_NewRef(object)); }
+inline Ref share(PyObject* object) { return Ref(Py_NewRef(object)); }
 
-inline PyArrayObject* AsArray(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
+inline PyArrayObject* as_array(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
 
 // Returns a zeroed object of `type`, without calling a constructor.
 template <typename T>
-T* Allocate(PyTypeObject* type) {
+T* allocate(PyTypeObject* type) {
   auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
   return reinterpret_cast<T*>(allocate(type, 0));
 }
 
 // Casts a function with keyword arguments to the one type that tables of methods have.
-inline PyCFunction AsMethod(PyCFunctionWithKeywords function) {
+inline PyCFunction as_method(PyCFunctionWithKeywords function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-inline void TakeGil(PyThreadState* state) {
+inline void take_gil(PyThreadState* state) {
   try {
     PyEval_RestoreThread(state);
   } catch (...) {
@@ -76,7 +76,7 @@ class WithGil {
       const PyGILState_STATE state = PyGILState_Ensure();
       if (is_new) PyGILState_Ensure();  // never released
       return state;
-    } catch (...) {  // as in `TakeGil`
+    } catch (...) {  // as in `take_gil`
       for (;;) pause();
     }
   }
@@ -86,14 +86,14 @@ class WithGil {
 
 // Runs `work` while other threads may run Python, and returns its result.
 template <typename Work>
-auto WithoutGil(const Work& work) {
+auto without_gil(const Work& work) {
   PyThreadState* const state = PyEval_SaveThread();
   if constexpr (std::is_void_v<decltype(work())>) {
     work();
-    TakeGil(state);
+    take_gil(state);
   } else {
     auto result = work();
-    TakeGil(state);
+    take_gil(state);
     return result;
   }
 }
@@ -105,21 +105,21 @@ struct Owner {
 };
 
 template <typename T>
-T& OwnOf(PyObject* object) {
+T& own_of(PyObject* object) {
   return reinterpret_cast<Owner<T>*>(object)->own;
 }
 
 // Returns an object with a default-constructed `T`; null if a Python error is set.
 template <typename T>
-Ref MakeOwner(PyTypeObject* type) {
-  auto* object = Allocate<Owner<T>>(type);
+Ref make_owner(PyTypeObject* type) {
+  auto* object = allocate<Owner<T>>(type);
   if (object != nullptr) new (&object->own) T();
   return Ref(reinterpret_cast<PyObject*>(object));
 }
 
 template <typename T>
-void DeallocateOwner(PyObject* object) {
-  OwnOf<T>(object).~T();
+void deallocate_owner(PyObject* object) {
+  own_of<T>(object).~T();
   PyTypeObject* type = Py_TYPE(object);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
   Py_DECREF(type);
@@ -128,9 +128,9 @@ void DeallocateOwner(PyObject* object) {
 // Returns a new type of `Owner<T>`; null if a Python error is set. Python code can instantiate it only if the
 // slots contain `Py_tp_new`.
 template <typename T>
-PyTypeObject* MakeType(const char* name, std::vector<PyType_Slot> slots) {
+PyTypeObject* make_type(const char* name, std::vector<PyType_Slot> slots) {
   const bool has_new = slots[0].slot == Py_tp_new;
-  slots.push_back({Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<T>)});
+  slots.push_back({Py_tp_dealloc, reinterpret_cast<void*>(deallocate_owner<T>)});
   slots.push_back({0, nullptr});
   const unsigned flags = Py_TPFLAGS_DEFAULT | (has_new ? 0 : Py_TPFLAGS_DISALLOW_INSTANTIATION);
   PyType_Spec spec = {name, sizeof(Owner<T>), 0, flags, slots.data()};
@@ -145,14 +145,14 @@ struct Numbers {
   uint32_t count = 0;
 
   // For "O&".
-  static int Convert(PyObject* given, void* to) {
+  static int convert(PyObject* given, void* to) {
     auto* self = static_cast<Numbers*>(to);
     if (given == Py_None) return 1;
     constexpr int kFlags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_FORCECAST;
     self->array = Ref(PyArray_FROM_OTF(given, type, kFlags));
     if (!self->array) return 0;
-    self->data = static_cast<T*>(PyArray_DATA(AsArray(self->array.get())));
-    self->count = static_cast<uint32_t>(PyArray_SIZE(AsArray(self->array.get())));
+    self->data = static_cast<T*>(PyArray_DATA(as_array(self->array.get())));
+    self->count = static_cast<uint32_t>(PyArray_SIZE(as_array(self->array.get())));
     return 1;
   }
 };
@@ -160,58 +160,58 @@ using Slots = Numbers<const int64_t, NPY_INT64>;
 using Generation = Numbers<const uint32_t, NPY_UINT32>;
 
 // Converters of positional arguments; false if a Python error is set.
-inline bool Read(PyObject* from, PyObject** to) {
+inline bool read(PyObject* from, PyObject** to) {
   *to = from;
   return true;
 }
-inline bool Read(PyObject* from, bool* to) {
+inline bool read(PyObject* from, bool* to) {
   const int truth = PyObject_IsTrue(from);
   *to = truth > 0;
   return truth >= 0;
 }
-inline bool Read(PyObject* from, uint32_t* to) {
+inline bool read(PyObject* from, uint32_t* to) {
   *to = static_cast<uint32_t>(PyLong_AsUnsignedLongMask(from));
   return PyErr_Occurred() == nullptr;
 }
-inline bool Read(PyObject* from, int64_t* to) {
+inline bool read(PyObject* from, int64_t* to) {
   *to = PyLong_AsLong(from);
   return PyErr_Occurred() == nullptr;
 }
 template <typename T, int type>
-bool Read(PyObject* from, Numbers<T, type>* to) {
-  return to->Convert(from, to) != 0;
+bool read(PyObject* from, Numbers<T, type>* to) {
+  return to->convert(from, to) != 0;
 }
 
-inline PyObject* ToPython(PyObject* value) { return value; }
-inline PyObject* ToPython(bool value) { return PyBool_FromLong(value); }
+inline PyObject* to_python(PyObject* value) { return value; }
+inline PyObject* to_python(bool value) { return PyBool_FromLong(value); }
 
-// Makes a Python method of `function(own, arguments...)`, which may return nothing or what `ToPython` takes.
+// Makes a Python method of `function(own, arguments...)`, which may return nothing or what `to_python` takes.
 // The method raises the Python error that the function has set, if any.
 template <auto function>
 struct Method;
 template <typename T, typename Result, typename... Arguments, Result (*function)(T&, Arguments...)>
 struct Method<function> {
   template <size_t... i>
-  static PyObject* Apply(PyObject* self, PyObject* const* given, std::index_sequence<i...>) {
+  static PyObject* apply(PyObject* self, PyObject* const* given, std::index_sequence<i...>) {
     std::tuple<std::decay_t<Arguments>...> values;
-    if (!(Read(given[i], &std::get<i>(values)) && ...)) return nullptr;
+    if (!(read(given[i], &std::get<i>(values)) && ...)) return nullptr;
     if constexpr (std::is_void_v<Result>) {
-      function(OwnOf<T>(self), std::get<i>(values)...);
+      function(own_of<T>(self), std::get<i>(values)...);
       return PyErr_Occurred() == nullptr ? Py_NewRef(Py_None) : nullptr;
     } else {
-      const Result result = function(OwnOf<T>(self), std::get<i>(values)...);
-      return PyErr_Occurred() == nullptr ? ToPython(result) : nullptr;
+      const Result result = function(own_of<T>(self), std::get<i>(values)...);
+      return PyErr_Occurred() == nullptr ? to_python(result) : nullptr;
     }
   }
 
   static PyObject* Call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    if (count == sizeof...(Arguments)) return Apply(self, given, std::index_sequence_for<Arguments...>());
+    if (count == sizeof...(Arguments)) return apply(self, given, std::index_sequence_for<Arguments...>());
     return PyErr_Format(PyExc_TypeError, "expected %zu arguments, not %zd", sizeof...(Arguments), count);
   }
 };
 
 template <auto function>
-PyMethodDef Define(const char* name) {
+PyMethodDef define(const char* name) {
   const auto call = reinterpret_cast<void (*)()>(Method<function>::Call);
   return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
 }
@@ -219,16 +219,16 @@ PyMethodDef Define(const char* name) {
 // For "O&": reads the address of an array that Python or other processes use, too, so it is never converted.
 // `None` leaves the address unchanged.
 template <typename T>
-int ConvertShared(PyObject* given, void* to) {
+int convert_shared(PyObject* given, void* to) {
   if (given == Py_None) return 1;
-  if (!PyArray_Check(given) || !PyArray_ISCARRAY(AsArray(given)) ||
-      PyArray_ITEMSIZE(AsArray(given)) != sizeof(T)) {
+  if (!PyArray_Check(given) || !PyArray_ISCARRAY(as_array(given)) ||
+      PyArray_ITEMSIZE(as_array(given)) != sizeof(T)) {
     PyErr_Format(PyExc_TypeError,
                  "expected a writeable C-contiguous array with items of %zu bytes in shared memory",
                  sizeof(T));
     return 0;
   }
-  *static_cast<T**>(to) = static_cast<T*>(PyArray_DATA(AsArray(given)));
+  *static_cast<T**>(to) = static_cast<T*>(PyArray_DATA(as_array(given)));
   return 1;
 }
 
@@ -240,8 +240,8 @@ enum class Outcome {
 };
 
 // Each adds the functions and types of one file to the module; false if a Python error is set.
-bool AddDispatch(PyObject* module);
-bool AddPool(PyObject* module);
-bool AddCalls(PyObject* module);
-bool AddStepper(PyObject* module);
-bool AddStates(PyObject* module);
+bool add_dispatch(PyObject* module);
+bool add_engine(PyObject* module);
+bool add_calls(PyObject* module);
+bool add_stepper(PyObject* module);
+bool add_states(PyObject* module);

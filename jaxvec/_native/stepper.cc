@@ -31,7 +31,7 @@ struct Writer {
 PyTypeObject* writer_type;
 
 template <typename To>
-Outcome StoreInteger(long long value, char* to) {
+Outcome store_integer(long long value, char* to) {
   const To stored = static_cast<To>(value);
   if (static_cast<long long>(stored) != value) return Outcome::kFallback;
   std::memcpy(to, &stored, sizeof(To));
@@ -39,7 +39,7 @@ Outcome StoreInteger(long long value, char* to) {
 }
 
 // Writes a Python or NumPy integer to a leaf without a shape.
-Outcome WriteInteger(int type, char* row, PyObject* value) {
+Outcome write_integer(int type, char* row, PyObject* value) {
   if (!PyIndex_Check(value)) return Outcome::kFallback;
   const Ref index(PyNumber_Index(value));
   const long long number = index ? PyLong_AsLongLong(index.get()) : -1;
@@ -49,26 +49,26 @@ Outcome WriteInteger(int type, char* row, PyObject* value) {
   }
   switch (type) {
     case NPY_INT8:
-      return StoreInteger<int8_t>(number, row);
+      return store_integer<int8_t>(number, row);
     case NPY_INT16:
-      return StoreInteger<int16_t>(number, row);
+      return store_integer<int16_t>(number, row);
     case NPY_INT32:
-      return StoreInteger<int32_t>(number, row);
+      return store_integer<int32_t>(number, row);
     case NPY_INT64:
-      return StoreInteger<int64_t>(number, row);
+      return store_integer<int64_t>(number, row);
     case NPY_UINT8:
-      return StoreInteger<uint8_t>(number, row);
+      return store_integer<uint8_t>(number, row);
     case NPY_UINT16:
-      return StoreInteger<uint16_t>(number, row);
+      return store_integer<uint16_t>(number, row);
     case NPY_UINT32:
-      return StoreInteger<uint32_t>(number, row);
+      return store_integer<uint32_t>(number, row);
     default:
       return Outcome::kFallback;
   }
 }
 
 // Reads a Python float (NumPy's float64 is a subclass) or NumPy's float32; false for other types.
-bool ReadFloat(PyObject* value, double* number) {
+bool read_float(PyObject* value, double* number) {
   if (PyFloat_Check(value)) {
     *number = PyFloat_AsDouble(value);
     return true;
@@ -81,8 +81,8 @@ bool ReadFloat(PyObject* value, double* number) {
 }
 
 // Reads a float as above, or an exact Python int; false for other values.
-bool ReadNumber(PyObject* value, double* number) {
-  if (ReadFloat(value, number)) return true;
+bool read_number(PyObject* value, double* number) {
+  if (read_float(value, number)) return true;
   if (!PyLong_CheckExact(value)) return false;
   const long long integer = PyLong_AsLongLong(value);
   if (integer == -1 && PyErr_Occurred() != nullptr) {
@@ -94,9 +94,9 @@ bool ReadNumber(PyObject* value, double* number) {
 }
 
 // Writes a float to a leaf without a shape.
-Outcome WriteFloat(int type, char* row, PyObject* value) {
+Outcome write_float(int type, char* row, PyObject* value) {
   double number;
-  if (!ReadFloat(value, &number)) return Outcome::kFallback;
+  if (!read_float(value, &number)) return Outcome::kFallback;
   if (type == NPY_FLOAT64) {
     std::memcpy(row, &number, sizeof number);
     return Outcome::kDone;
@@ -105,16 +105,16 @@ Outcome WriteFloat(int type, char* row, PyObject* value) {
   return fits ? Outcome::kDone : Outcome::kFallback;
 }
 
-Outcome WriteLeaf(PyArrayObject* rows, Py_ssize_t slot, PyObject* value) {
+Outcome write_leaf(PyArrayObject* rows, Py_ssize_t slot, PyObject* value) {
   if (slot < 0 || slot >= PyArray_DIM(rows, 0)) return Outcome::kFallback;
   const int type = PyArray_TYPE(rows), ndim = PyArray_NDIM(rows) - 1;
   char* row = PyArray_BYTES(rows) + slot * PyArray_STRIDE(rows, 0);
   if (!PyArray_CheckExact(value)) {
     if (ndim > 0) return Outcome::kFallback;
-    if (type == NPY_FLOAT32 || type == NPY_FLOAT64) return WriteFloat(type, row, value);
-    return PyTypeNum_ISINTEGER(type) ? WriteInteger(type, row, value) : Outcome::kFallback;
+    if (type == NPY_FLOAT32 || type == NPY_FLOAT64) return write_float(type, row, value);
+    return PyTypeNum_ISINTEGER(type) ? write_integer(type, row, value) : Outcome::kFallback;
   }
-  PyArrayObject* array = AsArray(value);
+  PyArrayObject* array = as_array(value);
   if (PyArray_NDIM(array) != ndim || !PyArray_ISCARRAY_RO(array)) return Outcome::kFallback;
   for (int i = 0; i < ndim; ++i) {
     if (PyArray_DIM(array, i) != PyArray_DIM(rows, i + 1)) return Outcome::kFallback;
@@ -137,9 +137,9 @@ Outcome WriteLeaf(PyArrayObject* rows, Py_ssize_t slot, PyObject* value) {
   return fits ? Outcome::kDone : Outcome::kFallback;
 }
 
-Outcome Write(PyObject* write, Py_ssize_t slot, PyObject* value);
+Outcome write(PyObject* write, Py_ssize_t slot, PyObject* value);
 
-Outcome WriteChildren(const Writer& self, Py_ssize_t slot, PyObject* value) {
+Outcome write_children(const Writer& self, Py_ssize_t slot, PyObject* value) {
   const Py_ssize_t count = PyTuple_Size(self.children.get());
   const bool is_dict = self.keys != nullptr;
   if (is_dict ? !PyDict_CheckExact(value) : !PyTuple_CheckExact(value)) return Outcome::kFallback;
@@ -148,14 +148,14 @@ Outcome WriteChildren(const Writer& self, Py_ssize_t slot, PyObject* value) {
     PyObject* item = is_dict ? PyDict_GetItemWithError(value, PyTuple_GetItem(self.keys.get(), i))
                              : PyTuple_GetItem(value, i);
     if (item == nullptr) return PyErr_Occurred() == nullptr ? Outcome::kFallback : Outcome::kError;
-    const Ref held = Share(item);  // the child may be a Python function that changes the dict
-    if (Write(PyTuple_GetItem(self.children.get(), i), slot, item) == Outcome::kError) return Outcome::kError;
+    const Ref held = share(item);  // the child may be a Python function that changes the dict
+    if (write(PyTuple_GetItem(self.children.get(), i), slot, item) == Outcome::kError) return Outcome::kError;
   }
   return Outcome::kDone;
 }
 
 template <typename Char>
-Outcome WriteText(PyObject* text, Py_ssize_t count, char* row) {
+Outcome write_text(PyObject* text, Py_ssize_t count, char* row) {
   auto* chars = reinterpret_cast<Char*>(row);
   for (Py_ssize_t i = 0; i < count; ++i) {
     const Py_UCS4 code = PyUnicode_ReadChar(text, i);
@@ -166,8 +166,8 @@ Outcome WriteText(PyObject* text, Py_ssize_t count, char* row) {
 }
 
 // Writes a str or a tuple, and zeros behind it.
-Outcome WritePadded(const Writer& self, Py_ssize_t slot, PyObject* value) {
-  PyArrayObject* first = AsArray(PyTuple_GetItem(self.parts.get(), 0));
+Outcome write_padded(const Writer& self, Py_ssize_t slot, PyObject* value) {
+  PyArrayObject* first = as_array(PyTuple_GetItem(self.parts.get(), 0));
   const bool is_text = self.item == nullptr;
   if (slot < 0 || slot >= PyArray_DIM(first, 0)) return Outcome::kFallback;
   if (is_text ? !PyUnicode_CheckExact(value) : !PyTuple_CheckExact(value)) return Outcome::kFallback;
@@ -178,29 +178,29 @@ Outcome WritePadded(const Writer& self, Py_ssize_t slot, PyObject* value) {
     char* row = PyArray_BYTES(first) + slot * PyArray_STRIDE(first, 0);
     const bool is_narrow = PyArray_TYPE(first) == NPY_UINT8;
     const Outcome outcome =
-        is_narrow ? WriteText<uint8_t>(value, count, row) : WriteText<int32_t>(value, count, row);
+        is_narrow ? write_text<uint8_t>(value, count, row) : write_text<int32_t>(value, count, row);
     if (outcome != Outcome::kDone) return outcome;
   }
   for (Py_ssize_t i = 0; !is_text && i < count; ++i) {
-    if (Write(self.item.get(), slot * size + i, PyTuple_GetItem(value, i)) == Outcome::kError)
+    if (write(self.item.get(), slot * size + i, PyTuple_GetItem(value, i)) == Outcome::kError)
       return Outcome::kError;
   }
   for (Py_ssize_t i = 0; i < PyTuple_Size(self.parts.get()); ++i) {
-    PyArrayObject* part = AsArray(PyTuple_GetItem(self.parts.get(), i));
+    PyArrayObject* part = as_array(PyTuple_GetItem(self.parts.get(), i));
     const npy_intp width = PyArray_NBYTES(part) / PyArray_DIM(part, 0) / size;
     std::memset(PyArray_BYTES(part) + (slot * size + count) * width, 0, (size - count) * width);
   }
-  *static_cast<int32_t*>(PyArray_GETPTR1(AsArray(self.sizes.get()), slot)) = static_cast<int32_t>(count);
+  *static_cast<int32_t*>(PyArray_GETPTR1(as_array(self.sizes.get()), slot)) = static_cast<int32_t>(count);
   return Outcome::kDone;
 }
 
 // Writes row `slot` with a Writer, and with its Python function if the Writer can't.
-Outcome Write(PyObject* write, Py_ssize_t slot, PyObject* value) {
+Outcome write(PyObject* write, Py_ssize_t slot, PyObject* value) {
   if (Py_TYPE(write) == writer_type) {
-    const auto& self = OwnOf<Writer>(write);
-    const Outcome outcome = self.rows != nullptr    ? WriteLeaf(AsArray(self.rows.get()), slot, value)
-                            : self.parts != nullptr ? WritePadded(self, slot, value)
-                                                    : WriteChildren(self, slot, value);
+    const auto& self = own_of<Writer>(write);
+    const Outcome outcome = self.rows != nullptr    ? write_leaf(as_array(self.rows.get()), slot, value)
+                            : self.parts != nullptr ? write_padded(self, slot, value)
+                                                    : write_children(self, slot, value);
     if (outcome != Outcome::kFallback) return outcome;
     write = self.write.get();
   }
@@ -209,70 +209,70 @@ Outcome Write(PyObject* write, Py_ssize_t slot, PyObject* value) {
   return result ? Outcome::kDone : Outcome::kError;
 }
 
-PyObject* WriterCall(PyObject* self, PyObject* args, PyObject*) {
+PyObject* writer_call(PyObject* self, PyObject* args, PyObject*) {
   Py_ssize_t slot;
   PyObject* value;
   if (!PyArg_ParseTuple(args, "nO:Writer", &slot, &value)) return nullptr;
-  return Write(self, slot, value) == Outcome::kError ? nullptr : Py_NewRef(Py_None);
+  return write(self, slot, value) == Outcome::kError ? nullptr : Py_NewRef(Py_None);
 }
 
-PyObject* LeafWriter(PyObject*, PyObject* args) {
+PyObject* leaf_writer(PyObject*, PyObject* args) {
   PyObject *write, *rows;
   if (!PyArg_ParseTuple(args, "OO!:leaf_writer", &write, &PyArray_Type, &rows)) return nullptr;
-  PyArrayObject* array = AsArray(rows);
+  PyArrayObject* array = as_array(rows);
   const int type = PyArray_TYPE(array);
   if (!(PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type)) || PyArray_NDIM(array) == 0 ||
       !PyArray_ISCARRAY(array)) {
     return Py_NewRef(write);
   }
-  Ref writer = MakeOwner<Writer>(writer_type);
-  if (writer) OwnOf<Writer>(writer.get()) = {Share(write), Share(rows), {}, {}, {}, {}, {}};
+  Ref writer = make_owner<Writer>(writer_type);
+  if (writer) own_of<Writer>(writer.get()) = {share(write), share(rows), {}, {}, {}, {}, {}};
   return writer.release();
 }
 
-PyObject* NestedWriter(PyObject*, PyObject* args) {
+PyObject* nested_writer(PyObject*, PyObject* args) {
   PyObject *write, *keys, *children;
   if (!PyArg_ParseTuple(args, "OOO!:nested_writer", &write, &keys, &PyTuple_Type, &children)) return nullptr;
   if (keys != Py_None && (!PyTuple_Check(keys) || PyTuple_Size(keys) != PyTuple_Size(children))) {
     return PyErr_Format(PyExc_TypeError, "keys must be None or a tuple with one key for each child, not %R",
                         keys);
   }
-  Ref writer = MakeOwner<Writer>(writer_type);
+  Ref writer = make_owner<Writer>(writer_type);
   if (writer) {
-    OwnOf<Writer>(writer.get()) = {
-        Share(write), nullptr, Share(children), keys == Py_None ? nullptr : Share(keys), {}, {}, {}};
+    own_of<Writer>(writer.get()) = {
+        share(write), nullptr, share(children), keys == Py_None ? nullptr : share(keys), {}, {}, {}};
   }
   return writer.release();
 }
 
-bool IsMark(PyObject* object, npy_intp size);
+bool is_mark(PyObject* object, npy_intp size);
 
-PyObject* PaddedWriter(PyObject*, PyObject* args) {
+PyObject* padded_writer(PyObject*, PyObject* args) {
   PyObject *write, *item, *sizes, *parts;
   if (!PyArg_ParseTuple(args, "OOO!O!:padded_writer", &write, &item, &PyArray_Type, &sizes, &PyTuple_Type,
                         &parts)) {
     return nullptr;
   }
-  PyArrayObject* column = AsArray(sizes);
+  PyArrayObject* column = as_array(sizes);
   bool known = PyArray_NDIM(column) == 1 && PyArray_DIM(column, 0) > 0 && PyArray_TYPE(column) == NPY_INT32 &&
                PyArray_ISCARRAY(column) && PyTuple_Size(parts) > 0;
   for (Py_ssize_t i = 0; known && i < PyTuple_Size(parts); ++i) {
-    PyArrayObject* part = AsArray(PyTuple_GetItem(parts, i));
-    known = IsMark(PyTuple_GetItem(parts, i), PyArray_DIM(column, 0)) && PyArray_NDIM(part) > 1 &&
+    PyArrayObject* part = as_array(PyTuple_GetItem(parts, i));
+    known = is_mark(PyTuple_GetItem(parts, i), PyArray_DIM(column, 0)) && PyArray_NDIM(part) > 1 &&
             PyArray_DIM(part, 1) > 0;
   }
   if (known && item == Py_None) {
-    const int type = PyArray_TYPE(AsArray(PyTuple_GetItem(parts, 0)));
+    const int type = PyArray_TYPE(as_array(PyTuple_GetItem(parts, 0)));
     known = type == NPY_UINT8 || type == NPY_INT32;
   }
   if (!known) return Py_NewRef(write);
-  Ref writer = MakeOwner<Writer>(writer_type);
+  Ref writer = make_owner<Writer>(writer_type);
   if (writer) {
-    auto& self = OwnOf<Writer>(writer.get());
-    self.write = Share(write);
-    self.sizes = Share(sizes);
-    self.parts = Share(parts);
-    if (item != Py_None) self.item = Share(item);
+    auto& self = own_of<Writer>(writer.get());
+    self.write = share(write);
+    self.sizes = share(sizes);
+    self.parts = share(parts);
+    if (item != Py_None) self.item = share(item);
   }
   return writer.release();
 }
@@ -305,7 +305,7 @@ PyObject *step_name, *elapsed_name, *max_steps_name;
 
 // Steps one env; null if a Python error is set. `limits` are the attributes of its bypassed TimeLimits,
 // innermost first, and this does the work of these wrappers.
-Ref StepEnv(PyObject* env, PyObject* limits, PyObject* action) {
+Ref step_env(PyObject* env, PyObject* limits, PyObject* action) {
   Ref result(PyObject_CallMethodObjArgs(env, step_name, action, nullptr));
   const Py_ssize_t count = PyTuple_Size(limits);
   if (!result || count == 0) return result;
@@ -333,13 +333,13 @@ Ref StepEnv(PyObject* env, PyObject* limits, PyObject* action) {
 }
 
 // Returns row `index` of a column.
-void* RowOf(PyObject* column, Py_ssize_t index) { return PyArray_GETPTR1(AsArray(column), index); }
+void* row_of(PyObject* column, Py_ssize_t index) { return PyArray_GETPTR1(as_array(column), index); }
 
 // Stores number `i` of a row in a column of one of two types.
 template <typename Narrow, typename Wide>
-void Store(PyObject* column, int narrow_type, Py_ssize_t index, npy_intp i, Wide value) {
-  void* row = RowOf(column, index);
-  if (PyArray_TYPE(AsArray(column)) == narrow_type) {
+void store(PyObject* column, int narrow_type, Py_ssize_t index, npy_intp i, Wide value) {
+  void* row = row_of(column, index);
+  if (PyArray_TYPE(as_array(column)) == narrow_type) {
     static_cast<Narrow*>(row)[i] = static_cast<Narrow>(value);
   } else {
     static_cast<Wide*>(row)[i] = value;
@@ -348,12 +348,12 @@ void Store(PyObject* column, int narrow_type, Py_ssize_t index, npy_intp i, Wide
 
 // Reads a vector of rewards: an array of the right shape, or a list or tuple of numbers. Python handles other
 // values.
-bool ReadVector(const Stepper& self, PyObject* given) {
-  PyArrayObject* returns = AsArray(self.returns);
+bool read_vector(const Stepper& self, PyObject* given) {
+  PyArrayObject* returns = as_array(self.returns);
   const int ndim = PyArray_NDIM(returns) - 1;
   double* rewards = self.rewards.get();
   if (PyArray_CheckExact(given)) {
-    PyArrayObject* array = AsArray(given);
+    PyArrayObject* array = as_array(given);
     const int type = PyArray_TYPE(array);
     if (PyArray_NDIM(array) != ndim || !PyArray_ISCARRAY_RO(array) ||
         !PyArray_CompareLists(PyArray_DIMS(array), PyArray_DIMS(returns) + 1, ndim) ||
@@ -370,17 +370,17 @@ bool ReadVector(const Stepper& self, PyObject* given) {
     if ((is_list ? PyList_Size(given) : PyTuple_Size(given)) != self.num_rewards) return false;
     for (npy_intp i = 0; i < self.num_rewards; ++i) {
       PyObject* item = is_list ? PyList_GetItem(given, i) : PyTuple_GetItem(given, i);
-      if (!ReadNumber(item, &rewards[i])) return false;
+      if (!read_number(item, &rewards[i])) return false;
     }
   }
   return true;
 }
 
 // Clears the marks that the previous episode's end left in a row; false if a Python error is set.
-bool ClearMarks(const Stepper& self, Py_ssize_t index) {
+bool clear_marks(const Stepper& self, Py_ssize_t index) {
   const Py_ssize_t count = PyTuple_Size(self.marks);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyArrayObject* array = AsArray(PyTuple_GetItem(self.marks, i));
+    PyArrayObject* array = as_array(PyTuple_GetItem(self.marks, i));
     const npy_intp size = PyArray_NBYTES(array) / PyArray_DIM(array, 0);  // the stride of empty rows is not 0
     std::memset(PyArray_BYTES(array) + index * size, 0, size);
   }
@@ -389,32 +389,32 @@ bool ClearMarks(const Stepper& self, Py_ssize_t index) {
 }
 
 // Writes the row of a step. A fallback has written nothing.
-Outcome WriteStep(const Stepper& self, PyObject* number, Py_ssize_t index, PyObject* result, bool marked,
-                  PyObject* end_step) {
+Outcome write_step(const Stepper& self, PyObject* number, Py_ssize_t index, PyObject* result, bool marked,
+                   PyObject* end_step) {
   if (!PyTuple_CheckExact(result) || PyTuple_Size(result) != 5) return Outcome::kFallback;
   if (marked && self.marks == Py_None) return Outcome::kFallback;
   PyObject *obs = PyTuple_GetItem(result, 0), *given = PyTuple_GetItem(result, 1);
   PyObject* info = PyTuple_GetItem(result, 4);
   if (!PyDict_CheckExact(info)) return Outcome::kFallback;
   double* rewards = self.rewards.get();
-  const bool is_vector = PyArray_NDIM(AsArray(self.returns)) > 1;
-  if (!(is_vector ? ReadVector(self, given) : ReadNumber(given, rewards))) return Outcome::kFallback;
+  const bool is_vector = PyArray_NDIM(as_array(self.returns)) > 1;
+  if (!(is_vector ? read_vector(self, given) : read_number(given, rewards))) return Outcome::kFallback;
   const int terminated = PyObject_IsTrue(PyTuple_GetItem(result, 2));
   const int truncated = PyObject_IsTrue(PyTuple_GetItem(result, 3));
   if (PyErr_Occurred() != nullptr) {
     PyErr_Clear();  // Python will raise it again
     return Outcome::kFallback;
   }
-  auto* returns = static_cast<double*>(RowOf(self.returns, index));
-  int64_t& length = *static_cast<int64_t*>(RowOf(self.lengths, index));
+  auto* returns = static_cast<double*>(row_of(self.returns, index));
+  int64_t& length = *static_cast<int64_t*>(row_of(self.lengths, index));
   for (npy_intp i = 0; i < self.num_rewards; ++i) {
     returns[i] += rewards[i];
-    Store<float>(self.row_reward, NPY_FLOAT32, index, i, rewards[i]);
-    Store<float>(self.row_return, NPY_FLOAT32, index, i, returns[i]);
+    store<float>(self.row_reward, NPY_FLOAT32, index, i, rewards[i]);
+    store<float>(self.row_return, NPY_FLOAT32, index, i, returns[i]);
   }
   ++length;
-  Store<int32_t>(self.row_length, NPY_INT32, index, 0, length);
-  if (marked && !ClearMarks(self, index)) return Outcome::kError;
+  store<int32_t>(self.row_length, NPY_INT32, index, 0, length);
+  if (marked && !clear_marks(self, index)) return Outcome::kError;
   Ref last;
   if (terminated != 0 || truncated != 0) {
     last = Ref(PyObject_CallFunctionObjArgs(end_step, number, obs, terminated != 0 ? Py_True : Py_False,
@@ -429,18 +429,18 @@ Outcome WriteStep(const Stepper& self, PyObject* number, Py_ssize_t index, PyObj
     const Ref done(PyObject_CallFunctionObjArgs(self.write_info, number, info, nullptr));
     if (!done) return Outcome::kError;
   }
-  return Write(self.write_obs, index, obs);
+  return write(self.write_obs, index, obs);
 }
 
 PyObject* Run(PyObject* object, PyObject* args) {
-  const auto& self = OwnOf<Stepper>(object);
+  const auto& self = own_of<Stepper>(object);
   Py_ssize_t place;
   PyObject *envs, *limits, *indices, *actions, *end_step, *after;
   if (!PyArg_ParseTuple(args, "nO!O!O!O!OO:run", &place, &PyList_Type, &envs, &PyList_Type, &limits,
                         &PyList_Type, &indices, &PyList_Type, &actions, &end_step, &after)) {
     return nullptr;
   }
-  auto* running = static_cast<volatile uint32_t*>(PyArray_DATA(AsArray(self.running)));
+  auto* running = static_cast<volatile uint32_t*>(PyArray_DATA(as_array(self.running)));
   const Py_ssize_t count = PyList_Size(indices);
   for (; place < count; ++place) {
     PyObject* number = PyList_GetItem(indices, place);
@@ -456,12 +456,12 @@ PyObject* Run(PyObject* object, PyObject* args) {
     PyObject *env = PyList_GetItem(envs, index), *around = PyList_GetItem(limits, index);
     PyObject* action = PyList_GetItem(actions, place);
     if (env == nullptr || around == nullptr || action == nullptr) return nullptr;
-    const Ref held[] = {Share(env), Share(around), Share(action)};  // the env may change the lists
-    const Ref result = StepEnv(env, around, action);
+    const Ref held[] = {share(env), share(around), share(action)};  // the env may change the lists
+    const Ref result = step_env(env, around, action);
     if (!result) return nullptr;
     Outcome outcome = Outcome::kFallback;
     if (PyList_Size(self.forked) == 0)
-      outcome = WriteStep(self, number, index, result.get(), state != 0, end_step);
+      outcome = write_step(self, number, index, result.get(), state != 0, end_step);
     if (outcome == Outcome::kError) return nullptr;
     if (outcome == Outcome::kFallback) return Py_BuildValue("nO", place, result.get());
     if (after == Py_None) continue;
@@ -471,16 +471,16 @@ PyObject* Run(PyObject* object, PyObject* args) {
   return Py_BuildValue("nO", place, Py_None);
 }
 
-bool IsColumn(PyObject* object, npy_intp size, int type, int other) {
-  PyArrayObject* array = AsArray(object);
+bool is_column(PyObject* object, npy_intp size, int type, int other) {
+  PyArrayObject* array = as_array(object);
   const int given = PyArray_TYPE(array);
   return PyArray_NDIM(array) == 1 && PyArray_DIM(array, 0) >= size && PyArray_ISBEHAVED(array) &&
          (given == type || given == other);
 }
 
 // Returns whether an array has `size` rows or more like those of `returns`, of float32 or float64.
-bool HasRewards(PyObject* object, npy_intp size, PyObject* returns) {
-  PyArrayObject *array = AsArray(object), *like = AsArray(returns);
+bool has_rewards(PyObject* object, npy_intp size, PyObject* returns) {
+  PyArrayObject *array = as_array(object), *like = as_array(returns);
   const int type = PyArray_TYPE(array), ndim = PyArray_NDIM(like);
   return ndim > 0 && PyArray_NDIM(array) == ndim && PyArray_DIM(array, 0) >= size &&
          PyArray_ISCARRAY(array) &&
@@ -488,21 +488,21 @@ bool HasRewards(PyObject* object, npy_intp size, PyObject* returns) {
          (type == NPY_FLOAT32 || type == NPY_FLOAT64);
 }
 
-bool IsMark(PyObject* object, npy_intp size) {
+bool is_mark(PyObject* object, npy_intp size) {
   if (!PyArray_Check(object)) return false;
-  PyArrayObject* array = AsArray(object);
+  PyArrayObject* array = as_array(object);
   const int type = PyArray_TYPE(array);
   return (PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type)) && PyArray_ISCARRAY(array) &&
          PyArray_NDIM(array) > 0 && PyArray_DIM(array, 0) >= size;
 }
 
-PyObject* MakeStepper(PyObject*, PyObject* args, PyObject* kwargs) {
+PyObject* make_stepper(PyObject*, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"states",     "infos",      "marks",      "returns", "lengths",
                                 "row_reward", "row_return", "row_length", "running", "forked",
                                 "write_obs",  "write_info", "first",      "marked",  nullptr};
-  Ref object = MakeOwner<Stepper>(stepper_type);
+  Ref object = make_owner<Stepper>(stepper_type);
   if (!object) return nullptr;
-  auto& self = OwnOf<Stepper>(object.get());
+  auto& self = own_of<Stepper>(object.get());
   if (!PyArg_ParseTupleAndKeywords(
           args, kwargs, "$O!O!OO!O!O!O!O!O!O!OOnl:stepper", const_cast<char**>(names), &PyList_Type,
           &self.states, &PyList_Type, &self.infos, &self.marks, &PyArray_Type, &self.returns, &PyArray_Type,
@@ -511,22 +511,22 @@ PyObject* MakeStepper(PyObject*, PyObject* args, PyObject* kwargs) {
           &self.write_info, &self.first, &self.marked)) {
     return nullptr;
   }
-  self.kept = Share(kwargs);
+  self.kept = share(kwargs);
   const npy_intp size = PyList_Size(self.states);
   bool known =
-      PyArray_TYPE(AsArray(self.returns)) == NPY_FLOAT64 && HasRewards(self.returns, size, self.returns) &&
-      IsColumn(self.lengths, size, NPY_INT64, NPY_INT64) && HasRewards(self.row_reward, size, self.returns) &&
-      HasRewards(self.row_return, size, self.returns) &&
-      IsColumn(self.row_length, size, NPY_INT32, NPY_INT64) &&
-      IsColumn(self.running, 1, NPY_UINT32, NPY_UINT32);
+      PyArray_TYPE(as_array(self.returns)) == NPY_FLOAT64 && has_rewards(self.returns, size, self.returns) &&
+      is_column(self.lengths, size, NPY_INT64, NPY_INT64) &&
+      has_rewards(self.row_reward, size, self.returns) && has_rewards(self.row_return, size, self.returns) &&
+      is_column(self.row_length, size, NPY_INT32, NPY_INT64) &&
+      is_column(self.running, 1, NPY_UINT32, NPY_UINT32);
   if (self.marks != Py_None) {
     const Py_ssize_t count = PyTuple_Size(self.marks);
     known &= count >= 0;
-    for (Py_ssize_t i = 0; i < count; ++i) known &= IsMark(PyTuple_GetItem(self.marks, i), size);
+    for (Py_ssize_t i = 0; i < count; ++i) known &= is_mark(PyTuple_GetItem(self.marks, i), size);
   }
   if (known) {
-    self.num_rewards = PyArray_MultiplyList(PyArray_DIMS(AsArray(self.returns)) + 1,
-                                            PyArray_NDIM(AsArray(self.returns)) - 1);
+    self.num_rewards = PyArray_MultiplyList(PyArray_DIMS(as_array(self.returns)) + 1,
+                                            PyArray_NDIM(as_array(self.returns)) - 1);
     self.rewards = std::make_unique<double[]>(self.num_rewards);
     return object.release();
   }
@@ -541,21 +541,21 @@ PyMethodDef stepper_methods[] = {
 };
 
 PyMethodDef functions[] = {
-    {"leaf_writer", LeafWriter, METH_VARARGS, nullptr},
-    {"nested_writer", NestedWriter, METH_VARARGS, nullptr},
-    {"padded_writer", PaddedWriter, METH_VARARGS, nullptr},
-    {"stepper", AsMethod(MakeStepper), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"leaf_writer", leaf_writer, METH_VARARGS, nullptr},
+    {"nested_writer", nested_writer, METH_VARARGS, nullptr},
+    {"padded_writer", padded_writer, METH_VARARGS, nullptr},
+    {"stepper", as_method(make_stepper), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 }  // namespace
 
-bool AddStepper(PyObject* module) {
+bool add_stepper(PyObject* module) {
   step_name = PyUnicode_InternFromString("step");
   elapsed_name = PyUnicode_InternFromString("_elapsed_steps");
   max_steps_name = PyUnicode_InternFromString("_max_episode_steps");
   writer_type =
-      MakeType<Writer>("jaxvec._native._ext.Writer", {{Py_tp_call, reinterpret_cast<void*>(WriterCall)}});
-  stepper_type = MakeType<Stepper>("jaxvec._native._ext.Stepper", {{Py_tp_methods, stepper_methods}});
+      make_type<Writer>("jaxvec._native._ext.Writer", {{Py_tp_call, reinterpret_cast<void*>(writer_call)}});
+  stepper_type = make_type<Stepper>("jaxvec._native._ext.Stepper", {{Py_tp_methods, stepper_methods}});
   return max_steps_name != nullptr && writer_type != nullptr && stepper_type != nullptr &&
          PyModule_AddFunctions(module, functions) == 0;
 }

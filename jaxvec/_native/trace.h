@@ -14,7 +14,7 @@
 
 namespace jaxvec {
 
-// Parts of a call. Calls themselves are recorded with their `Verb`. native_engine.py has the names.
+// parts of a call. Calls themselves are recorded with their `Verb`. native_engine.py has the names.
 enum Part : uint32_t { kWriting = 32, kDispatching, kWaiting, kCopying };
 
 struct Span {

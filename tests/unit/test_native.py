@@ -15,7 +15,7 @@ SOURCES = HERE.parents[2] / "jaxvec" / "_native"
 # Without ffi.cc, which needs jaxlib's headers, and what needs Python's: these only pass calls on.
 PROGRAMS = {
     "dispatch_stress": ["dispatch"],
-    "pool_stress": ["dispatch", "pool"],
+    "engine_stress": ["dispatch", "engine"],
     "call_stress": ["dispatch", "pool", "call", "cuda", "interrupts", "fake_cuda"],
 }
 SANITIZERS = {

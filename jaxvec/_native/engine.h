@@ -1,8 +1,8 @@
-// The pool of a compiled program: the ordinary step, send and recv, without Python.
+// The engine of a pool, for compiled programs: the ordinary step, send and recv, without Python.
 //
-// A move enters the pool, checks the request, dispatches its envs, holds their slots, leaves, and waits. One
-// thread at a time is inside, and only briefly; the holds are a readers-writer lock on each slot and on the
-// queue of pending envs (engine.py has the rules). So programs on several devices, or in several threads,
+// A move enters the engine, checks the request, dispatches its envs, holds their slots, leaves, and waits.
+// One thread at a time is inside, and only briefly; the holds are a readers-writer lock on each slot and on
+// the queue of pending envs (engine.py has the rules). So programs on several devices, or in several threads,
 // step different envs at the same time.
 //
 // Without workers, a step calls the envs itself, while it is inside, and sends and receives are Python's.
@@ -43,10 +43,10 @@ struct TokenRow {
 };
 bool is_token(const Array& array);
 
-// Verbs of a pool besides `Operation`; the numbers are those of `Verb` in move.py.
+// Verbs of an engine besides `Operation`; the numbers are those of `Verb` in move.py.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
-// Fields of a pool that Python reads and writes. Plain fields belong to the thread inside the pool.
+// Fields of an engine that Python reads and writes. Plain fields belong to the thread inside.
 struct State {
   uint32_t last_caller;              // `Move.caller_code` (move.py) of the latest move
   uint32_t open;                     // 0 if programs must ask Python, which knows the reason
@@ -63,8 +63,8 @@ class LocalEnvs {
   virtual bool step(const std::vector<int64_t>& slots) = 0;
 };
 
-// The arguments of a pool. Pointers are valid while the pool is open. Arrays without
-// const belong to the thread inside the pool; `needs_reset` to the thread that holds the slot.
+// The arguments of an engine. Pointers are valid while the pool is open. Arrays without
+// const belong to the thread inside; `needs_reset` to the thread that holds the slot.
 struct Plan {
   uint32_t id;
   uint32_t batch_size;  // number of envs that `recv` returns
@@ -166,9 +166,9 @@ struct Request {
   int64_t waited_ns;           // output: time waited so far, if the status is kUnderWay
 };
 
-class Pool {
+class Engine {
  public:
-  explicit Pool(const Plan& plan);
+  explicit Engine(const Plan& plan);
 
   // Answers a program's call, with operands and results as in `Call` of callbacks/_program.py. They are in
   // host memory, except for results that `target` copies.
@@ -245,11 +245,11 @@ class Pool {
   std::vector<std::shared_ptr<Copies>> copies_;
 };
 
-// The registry of pools. Compiled programs contain a pool's id, not a pointer, so they serve many pools. A
-// running program keeps the pool alive; Python's memory in it is used only between `enter` and `leave` or
+// The registry of engines. Compiled programs contain a pool's id, not a pointer, so they serve many pools. A
+// running program keeps the engine alive; Python's memory in it is used only between `enter` and `leave` or
 // under a hold, while the pool is open.
-void publish(uint32_t id, std::shared_ptr<Pool> pool);
+void publish(uint32_t id, std::shared_ptr<Engine> engine);
 void withdraw(uint32_t id);
-std::shared_ptr<Pool> find(uint32_t id);
+std::shared_ptr<Engine> find(uint32_t id);
 
 }  // namespace jaxvec

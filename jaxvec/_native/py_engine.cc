@@ -1,10 +1,10 @@
-// `Pool`: the engine of a pool that compiled programs step without Python. native_engine.py wraps it.
+// `Engine`: the engine of a pool that compiled programs step without Python. native_engine.py wraps it.
 #include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
 
-#include "pool.h"
+#include "engine.h"
 #include "py_types.h"
 
 namespace jaxvec {
@@ -22,7 +22,7 @@ class PythonEnvs : public LocalEnvs {
   bool step(const std::vector<int64_t>& slots) override {
     const WithGil gil;
     if (step_slots_ == nullptr) return false;
-    const Ref function = Share(step_slots_), array = to_array(slots);
+    const Ref function = share(step_slots_), array = to_array(slots);
     const Ref done(array ? PyObject_CallFunctionObjArgs(function.get(), array.get(), nullptr) : nullptr);
     if (!done) failure = take_exception().release();
     return done && step_slots_ != nullptr;
@@ -35,12 +35,12 @@ class PythonEnvs : public LocalEnvs {
   Ref to_array(const std::vector<int64_t>& slots) const {
     auto count = static_cast<npy_intp>(slots.size());
     const size_t bytes = slots.size() * sizeof(int64_t);
-    PyArrayObject* const all = AsArray(all_slots_);
+    PyArrayObject* const all = as_array(all_slots_);
     if (PyArray_SIZE(all) == count && std::memcmp(PyArray_DATA(all), slots.data(), bytes) == 0) {
-      return Share(all_slots_);
+      return share(all_slots_);
     }
     Ref array(PyArray_SimpleNew(1, &count, NPY_INT64));
-    if (array) std::memcpy(PyArray_DATA(AsArray(array.get())), slots.data(), bytes);
+    if (array) std::memcpy(PyArray_DATA(as_array(array.get())), slots.data(), bytes);
     return array;
   }
 
@@ -48,14 +48,14 @@ class PythonEnvs : public LocalEnvs {
   PyObject* all_slots_;   // array [num_slots] int64
 };
 
-// This object holds one reference to the pool, and running programs hold others. All fields need the GIL.
-struct Engine {
+// This object holds one reference to the engine, and running programs hold others. All fields need the GIL.
+struct EngineObject {
   Ref kept;                  // the arguments, which own the plan's memory; until `close`
   std::vector<Ref> results;  // leaves in the segment
   uint32_t id = 0, batch_size = 0, num_slots = 0;
   size_t num_actions = 0;
   uint32_t trace_capacity = 0;
-  std::shared_ptr<Pool> pool;
+  std::shared_ptr<Engine> engine;
   std::shared_ptr<PythonEnvs> local;  // null if workers have the envs
 
   // Returns a list of new arrays for the rows of a time step; null if a Python error is set. Leaves in
@@ -69,7 +69,7 @@ struct Engine {
       if (skipped < 0) return nullptr;
       counts.push_back(skipped != 0 ? 0 : rows);
       offsets.push_back(size);
-      PyArrayObject* leaf = AsArray(results[i].get());
+      PyArrayObject* leaf = as_array(results[i].get());
       const npy_intp bytes = counts[i] * (PyArray_NBYTES(leaf) / PyArray_DIM(leaf, 0));
       size += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     }
@@ -77,22 +77,22 @@ struct Engine {
     Ref all(PyList_New(static_cast<Py_ssize_t>(results.size())));
     if (!memory || !all) return nullptr;
     for (size_t i = 0; i < results.size(); ++i) {
-      PyArrayObject* leaf = AsArray(results[i].get());
+      PyArrayObject* leaf = as_array(results[i].get());
       std::vector<npy_intp> dims(PyArray_DIMS(leaf), PyArray_DIMS(leaf) + PyArray_NDIM(leaf));
       dims[0] = counts[i];
-      void* const data = PyArray_BYTES(AsArray(memory.get())) + offsets[i];
+      void* const data = PyArray_BYTES(as_array(memory.get())) + offsets[i];
       pointers->push_back(dims[0] > 0 ? data : nullptr);
       Ref array = make_array(PyArray_DESCR(leaf), dims, data);
-      if (!array || PyArray_SetBaseObject(AsArray(array.get()), Py_NewRef(memory.get())) < 0) return nullptr;
+      if (!array || PyArray_SetBaseObject(as_array(array.get()), Py_NewRef(memory.get())) < 0) return nullptr;
       PyList_SetItem(all.get(), static_cast<Py_ssize_t>(i), array.release());
     }
     return all;
   }
 };
 
-Pool& pool_of(PyObject* self) { return *OwnOf<Engine>(self).pool; }
+Engine& engine_of(PyObject* self) { return *own_of<EngineObject>(self).engine; }
 
-PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+PyObject* make_engine(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"pool_id",     "parent",    "fingerprint", "batch_size", "in_order",
                                 "together",    "wait_ns",   "step_ns",     "generation", "actions",
                                 "num_options", "results",   "nonzero",     "in_flight",  "sent",
@@ -101,86 +101,86 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   Plan plan{};
   PyObject *parent, *actions, *results, *nonzero, *step_here, *all_slots;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!lIpIllO&OIOOO&O&O&O&O&O&O&OO!:Pool", const_cast<char**>(names), &plan.id,
+          args, kwargs, "$IO!lIpIllO&OIOOO&O&O&O&O&O&O&OO!:Engine", const_cast<char**>(names), &plan.id,
           parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.together,
-          &plan.wait_ns, &plan.step_ns, ConvertShared<uint32_t>, &plan.generation, &actions,
-          &plan.num_options, &results, &nonzero, ConvertShared<uint8_t>, &plan.in_flight,
-          ConvertShared<int64_t>, &plan.sent, ConvertShared<uint32_t>, &plan.num_sent, ConvertShared<int64_t>,
-          &plan.due, ConvertShared<uint8_t>, &plan.needs_reset, ConvertShared<const uint8_t>,
-          &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated, &step_here, &PyArray_Type,
-          &all_slots)) {
+          &plan.wait_ns, &plan.step_ns, convert_shared<uint32_t>, &plan.generation, &actions,
+          &plan.num_options, &results, &nonzero, convert_shared<uint8_t>, &plan.in_flight,
+          convert_shared<int64_t>, &plan.sent, convert_shared<uint32_t>, &plan.num_sent,
+          convert_shared<int64_t>, &plan.due, convert_shared<uint8_t>, &plan.needs_reset,
+          convert_shared<const uint8_t>, &plan.terminated, convert_shared<const uint8_t>, &plan.truncated,
+          &step_here, &PyArray_Type, &all_slots)) {
     return nullptr;
   }
-  Ref self = MakeOwner<Engine>(type);
-  if (!self) return nullptr;
-  auto& engine = OwnOf<Engine>(self.get());
+  Ref object = make_owner<EngineObject>(type);
+  if (!object) return nullptr;
+  auto& self = own_of<EngineObject>(object.get());
   std::vector<Ref> action_leaves, flags;
   Arrays action_arrays, result_arrays;
-  if (!action_arrays.borrow(actions, &action_leaves) || !result_arrays.borrow(results, &engine.results) ||
+  if (!action_arrays.borrow(actions, &action_leaves) || !result_arrays.borrow(results, &self.results) ||
       !append_items(nonzero, &flags)) {
     return nullptr;
   }
   for (size_t i = 0; i < flags.size() && i < result_arrays.arrays.size(); ++i) {
-    if (!ConvertShared<const uint8_t>(flags[i].get(), &result_arrays.arrays[i].nonzero)) return nullptr;
+    if (!convert_shared<const uint8_t>(flags[i].get(), &result_arrays.arrays[i].nonzero)) return nullptr;
   }
-  plan.parent = &OwnOf<ParentEnd>(parent).parent;
+  plan.parent = &own_of<ParentEnd>(parent).parent;
   plan.actions = std::move(action_arrays.arrays);
-  engine.num_actions = plan.actions.size();
+  self.num_actions = plan.actions.size();
   plan.results = std::move(result_arrays.arrays);
   if (step_here != Py_None) {
-    engine.local = std::make_shared<PythonEnvs>(step_here, all_slots);
-    plan.local = engine.local;
+    self.local = std::make_shared<PythonEnvs>(step_here, all_slots);
+    plan.local = self.local;
   }
-  engine.kept = Share(kwargs);
-  engine.id = plan.id;
-  engine.batch_size = plan.batch_size;
-  engine.num_slots = plan.parent->board.num_slots;
-  engine.pool = std::make_shared<Pool>(plan);
-  engine.pool->state.open = 1;
-  publish(plan.id, engine.pool);
-  return self.release();
+  self.kept = share(kwargs);
+  self.id = plan.id;
+  self.batch_size = plan.batch_size;
+  self.num_slots = plan.parent->board.num_slots;
+  self.engine = std::make_shared<Engine>(plan);
+  self.engine->state.open = 1;
+  publish(plan.id, self.engine);
+  return object.release();
 }
 
 // --- Locks ---
 
-template <void (Pool::*function)()>
-void call(Engine& engine) {
-  WithoutGil([&] { (*engine.pool.*function)(); });
+template <void (Engine::*function)()>
+void call(EngineObject& self) {
+  without_gil([&] { (*self.engine.*function)(); });
 }
 
-bool pool_enter(Engine& engine, const Slots& slots, bool exclusive, int64_t timeout_ns) {
-  return WithoutGil([&] { return engine.pool->enter(slots.data, slots.count, exclusive, timeout_ns); });
+bool engine_enter(EngineObject& self, const Slots& slots, bool exclusive, int64_t timeout_ns) {
+  return without_gil([&] { return self.engine->enter(slots.data, slots.count, exclusive, timeout_ns); });
 }
 
-void pool_hold(Engine& engine, const Slots& slots, bool alone) {
-  WithoutGil([&] { engine.pool->hold(slots.data, slots.count, alone); });
+void engine_hold(EngineObject& self, const Slots& slots, bool alone) {
+  without_gil([&] { self.engine->hold(slots.data, slots.count, alone); });
 }
 
-bool pool_holds(Engine& engine) {
-  return WithoutGil([&] { return engine.pool->holds(); });
+bool engine_holds(EngineObject& self) {
+  return without_gil([&] { return self.engine->holds(); });
 }
 
 // --- Moves ---
 
 PyObject* to_python(Status status) { return PyLong_FromLong(static_cast<long>(status)); }
 
-PyObject* pool_move(Engine& engine, uint32_t verb, uint32_t caller_code, bool new_generation,
-                    const Slots& slots, const Generation& generation, const Slots& sent, PyObject* given,
-                    PyObject* unread) {
+PyObject* engine_move(EngineObject& self, uint32_t verb, uint32_t caller_code, bool new_generation,
+                      const Slots& slots, const Generation& generation, const Slots& sent, PyObject* given,
+                      PyObject* unread) {
   std::vector<Ref> actions;
   if (!append_items(given, &actions)) return nullptr;
   std::vector<const void*> action_pointers;
   for (Ref& action : actions) {
     action = Ref(PyArray_FROM_OF(action.get(), NPY_ARRAY_C_CONTIGUOUS));
     if (!action) return nullptr;
-    action_pointers.push_back(PyArray_DATA(AsArray(action.get())));
+    action_pointers.push_back(PyArray_DATA(as_array(action.get())));
   }
-  action_pointers.resize(engine.num_actions);  // null for reset options that the caller does not have
+  action_pointers.resize(self.num_actions);  // null for reset options that the caller does not have
   std::vector<void*> result_pointers;
   Ref rows(PyList_New(0));
   if (verb != kSend) {
-    const uint32_t count = slots.data == nullptr ? engine.num_slots : slots.count;
-    rows = engine.make_rows(verb == kRecv ? engine.batch_size : count, unread, &result_pointers);
+    const uint32_t count = slots.data == nullptr ? self.num_slots : slots.count;
+    rows = self.make_rows(verb == kRecv ? self.batch_size : count, unread, &result_pointers);
   }
   if (!rows) return nullptr;
   Request request{verb,
@@ -194,9 +194,9 @@ PyObject* pool_move(Engine& engine, uint32_t verb, uint32_t caller_code, bool ne
                   action_pointers.data(),
                   result_pointers.data(),
                   0};
-  const Status status = WithoutGil([&] {
+  const Status status = without_gil([&] {
     HostTarget target;
-    return engine.pool->move(request, target);
+    return self.engine->move(request, target);
   });
   if (const Ref exception = take_failure()) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.get())), exception.get());
@@ -205,48 +205,48 @@ PyObject* pool_move(Engine& engine, uint32_t verb, uint32_t caller_code, bool ne
   return Py_BuildValue("INl", static_cast<uint32_t>(status), rows.release(), request.waited_ns);
 }
 
-PyObject* pool_check_handle(Engine& engine, const Slots& slots, const Generation& generation) {
+PyObject* engine_check_handle(EngineObject& self, const Slots& slots, const Generation& generation) {
   return to_python(
-      WithoutGil([&] { return engine.pool->check_handle(slots.data, generation.data, slots.count); }));
+      without_gil([&] { return self.engine->check_handle(slots.data, generation.data, slots.count); }));
 }
 
-PyObject* pool_check_envs(Engine& engine, const Slots& slots, bool stepped) {
-  return to_python(WithoutGil([&] { return engine.pool->check_envs(slots.data, slots.count, stepped); }));
+PyObject* engine_check_envs(EngineObject& self, const Slots& slots, bool stepped) {
+  return to_python(without_gil([&] { return self.engine->check_envs(slots.data, slots.count, stepped); }));
 }
 
 // --- State ---
 
-void pool_close_fast_path(Engine& engine) { engine.pool->state.open = 0; }
+void engine_close_fast_path(EngineObject& self) { self.engine->state.open = 0; }
 
-void pool_allow_gpu(Engine& engine) { engine.pool->state.devices = 1; }
+void engine_allow_gpu(EngineObject& self) { self.engine->state.devices = 1; }
 
-void pool_count_success(Engine& engine) {
-  engine.pool->state.num_served.fetch_add(1, std::memory_order_relaxed);
+void engine_count_success(EngineObject& self) {
+  self.engine->state.num_served.fetch_add(1, std::memory_order_relaxed);
 }
 
-PyObject* pool_num_served(PyObject* self, void*) {
-  return PyLong_FromUnsignedLong(pool_of(self).state.num_served);
+PyObject* engine_num_served(PyObject* self, void*) {
+  return PyLong_FromUnsignedLong(engine_of(self).state.num_served);
 }
 
-PyObject* pool_last_caller(PyObject* self, void*) {
-  return PyLong_FromUnsignedLong(pool_of(self).state.last_caller);
+PyObject* engine_last_caller(PyObject* self, void*) {
+  return PyLong_FromUnsignedLong(engine_of(self).state.last_caller);
 }
 
-int pool_set_last_caller(PyObject* self, PyObject* value, void*) {
+int engine_set_last_caller(PyObject* self, PyObject* value, void*) {
   const unsigned long code = value == nullptr ? 0 : PyLong_AsUnsignedLong(value);
   if (PyErr_Occurred() != nullptr) return -1;
-  pool_of(self).state.last_caller = static_cast<uint32_t>(code);
+  engine_of(self).state.last_caller = static_cast<uint32_t>(code);
   return 0;
 }
 
-void pool_start_trace(Engine& engine, uint32_t capacity) {
-  engine.trace_capacity = capacity;
-  WithoutGil([&] { engine.pool->trace.start(capacity); });
+void engine_start_trace(EngineObject& self, uint32_t capacity) {
+  self.trace_capacity = capacity;
+  without_gil([&] { self.engine->trace.start(capacity); });
 }
 
-PyObject* pool_stop_trace(Engine& engine) {
-  std::vector<Span> spans(std::max(engine.trace_capacity, 1u));
-  const uint64_t count = WithoutGil([&] { return engine.pool->trace.stop(spans.data()); });
+PyObject* engine_stop_trace(EngineObject& self) {
+  std::vector<Span> spans(std::max(self.trace_capacity, 1u));
+  const uint64_t count = without_gil([&] { return self.engine->trace.stop(spans.data()); });
   spans.resize(std::min<uint64_t>(count, spans.size()));
   Ref all(PyList_New(0));
   for (const Span& span : spans) {
@@ -256,39 +256,39 @@ PyObject* pool_stop_trace(Engine& engine) {
   return all ? Py_BuildValue("Nk", all.release(), count - spans.size()) : nullptr;
 }
 
-void pool_close(Engine& engine) {
-  engine.pool->state.open = 0;
-  withdraw(engine.id);
-  if (engine.local != nullptr) engine.local->close();
-  engine.kept.reset();
-  engine.results.clear();
+void engine_close(EngineObject& self) {
+  self.engine->state.open = 0;
+  withdraw(self.id);
+  if (self.local != nullptr) self.local->close();
+  self.kept.reset();
+  self.results.clear();
 }
 
 PyMethodDef methods[] = {
-    Define<pool_enter>("enter"),
-    Define<call<&Pool::leave>>("leave"),
-    Define<pool_hold>("hold"),
-    Define<pool_holds>("holds"),
-    Define<call<&Pool::release>>("release"),
-    Define<pool_move>("move"),
-    Define<pool_check_handle>("check_handle"),
-    Define<pool_check_envs>("check_envs"),
-    Define<call<&Pool::wait_for_copies>>("wait_for_copies"),
-    Define<pool_close_fast_path>("close_fast_path"),
-    Define<pool_allow_gpu>("allow_gpu"),
-    Define<pool_count_success>("count_success"),
-    Define<pool_start_trace>("start_trace"),
-    Define<pool_stop_trace>("stop_trace"),
-    Define<pool_close>("close"),
+    define<engine_enter>("enter"),
+    define<call<&Engine::leave>>("leave"),
+    define<engine_hold>("hold"),
+    define<engine_holds>("holds"),
+    define<call<&Engine::release>>("release"),
+    define<engine_move>("move"),
+    define<engine_check_handle>("check_handle"),
+    define<engine_check_envs>("check_envs"),
+    define<call<&Engine::wait_for_copies>>("wait_for_copies"),
+    define<engine_close_fast_path>("close_fast_path"),
+    define<engine_allow_gpu>("allow_gpu"),
+    define<engine_count_success>("count_success"),
+    define<engine_start_trace>("start_trace"),
+    define<engine_stop_trace>("stop_trace"),
+    define<engine_close>("close"),
     {nullptr, nullptr, 0, nullptr},
 };
 PyGetSetDef attributes[] = {
-    {"num_served", pool_num_served, nullptr, nullptr, nullptr},
-    {"last_caller", pool_last_caller, pool_set_last_caller, nullptr, nullptr},
+    {"num_served", engine_num_served, nullptr, nullptr, nullptr},
+    {"last_caller", engine_last_caller, engine_set_last_caller, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-// --- Enumerators, which must equal those of Python (tests/test_engine.py) ---
+// --- Enumerators, which must equal those of Python (tests/unit/test_engine.py) ---
 
 struct Enumerator {
   const char* name;
@@ -328,11 +328,11 @@ Ref take_failure() { return Ref(std::exchange(failure, nullptr)); }
 
 }  // namespace jaxvec
 
-bool AddPool(PyObject* module) {
+bool add_engine(PyObject* module) {
   using namespace jaxvec;
-  PyTypeObject* const type =
-      MakeType<Engine>("jaxvec._native._ext.Pool", {{Py_tp_new, reinterpret_cast<void*>(make_pool)},
-                                                    {Py_tp_methods, methods},
-                                                    {Py_tp_getset, attributes}});
+  PyTypeObject* const type = make_type<EngineObject>("jaxvec._native._ext.Engine",
+                                                     {{Py_tp_new, reinterpret_cast<void*>(make_engine)},
+                                                      {Py_tp_methods, methods},
+                                                      {Py_tp_getset, attributes}});
   return type != nullptr && PyModule_AddType(module, type) == 0 && add_enumerators(module);
 }

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "pool.h"
+#include "engine.h"
 #include "words.h"
 
 using namespace jaxvec;
@@ -78,7 +78,7 @@ struct Shared {
   std::vector<uint32_t> generation;
   std::vector<std::atomic<uint32_t>>
       handles;  // the generations of the latest, which are out once a step has ended
-  std::shared_ptr<Pool> pool;
+  std::shared_ptr<Engine> engine;
   std::atomic<uint32_t> steps{0}, by_programs{0}, handed_over{0}, refused{0};
 
   // Gives out a handle, if no later one is out already: between a step and this, others step on.
@@ -111,12 +111,12 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
   const std::vector<Array> results = {{next_token.data(), token_dims, 2, kU32, nullptr},
                                       {result.data(), dims, 1, kU32, nullptr}};
   for (uint32_t step = 1;; ++step) {
-    const std::shared_ptr<Pool> pool = find(1);
-    if (pool == nullptr) return;
-    while (!pool->enter(slots.data(), 0, false, 1'000'000)) {
+    const std::shared_ptr<Engine> engine = find(1);
+    if (engine == nullptr) return;
+    while (!engine->enter(slots.data(), 0, false, 1'000'000)) {
     }
-    const bool open = pool->state.open;
-    pool->leave();
+    const bool open = engine->state.open;
+    engine->leave();
     if (!open) return;
     for (int64_t i = 0; i < count; ++i) {
       const auto slot = uint32_t(slots[i]);
@@ -125,15 +125,15 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
     for (int64_t i = 0; i < count; ++i) action[i] = 1000 * seed + step + uint32_t(slots[i]);
     int64_t waited_ns = 0;
     LateTarget target;
-    switch (pool->answer(kStep, kFingerprint, operands, results, target, &waited_ns)) {
+    switch (engine->answer(kStep, kFingerprint, operands, results, target, &waited_ns)) {
       case Status::kUnderWay:
         check(waited_ns > 0, "a wait without time");
         ++shared.handed_over;
         end_step(shared, slots);
         for (int64_t i = 0; i < count; ++i) result[i] = shared.rows.result[slots[i]];
         for (const int64_t slot : slots) shared.renew(slot, shared.generation[slot]);
-        pool->release();
-        pool->release();  // does nothing
+        engine->release();
+        engine->release();  // does nothing
         break;
       case Status::kDone:
         if (step % 3 != 0) std::this_thread::yield();
@@ -158,16 +158,16 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
 // Steps all envs so often, and until the programs have met with all there is to meet with.
 void run_host(Shared& shared, uint32_t steps) {
   std::vector<int64_t> slots = {0, 1, 2, 3, 4, 5};
-  Pool& pool = *shared.pool;
+  Engine& engine = *shared.engine;
   for (uint32_t step = 0; step < steps || !shared.tried(); ++step) {
     check(step < 100 * steps, "nothing was tried");
     // However busy the machine is, they get their turn.
     for (const uint32_t before = shared.by_programs; step % 100 == 0 && shared.by_programs == before;) {
       std::this_thread::yield();
     }
-    while (!pool.enter(nullptr, 0, true, 1'000'000)) {
+    while (!engine.enter(nullptr, 0, true, 1'000'000)) {
     }
-    pool.wait_for_copies();  // no handle says that all rows were read
+    engine.wait_for_copies();  // no handle says that all rows were read
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
       shared.rows.action[slot] = step;
       ++shared.generation[slot];
@@ -177,14 +177,14 @@ void run_host(Shared& shared, uint32_t steps) {
     shared.steps += kSlots;
     check(shared.rows.result[5] == 2 * step, "an answer to another step");
     for (const int64_t slot : slots) shared.renew(slot, shared.generation[slot]);
-    pool.leave();
-    pool.leave();  // does nothing
+    engine.leave();
+    engine.leave();  // does nothing
   }
-  while (!pool.enter(nullptr, 0, true, 1'000'000)) {
+  while (!engine.enter(nullptr, 0, true, 1'000'000)) {
   }
-  pool.state.open = 0;
+  engine.state.open = 0;
   withdraw(1);
-  pool.leave();
+  engine.leave();
 }
 
 // Holds a worker's slots alone again and again, as Python does who asks it: nobody sends them meanwhile.
@@ -192,15 +192,15 @@ void run_caller(Shared& shared, int64_t first) {
   const int64_t slots[] = {first, first + 1};
   const Board& board = shared.parent.board;
   while (find(1) != nullptr) {
-    if (!shared.pool->enter(slots, 2, true, 1'000'000)) continue;
-    shared.pool->hold(slots, 2, true);
+    if (!shared.engine->enter(slots, 2, true, 1'000'000)) continue;
+    shared.engine->hold(slots, 2, true);
     const int64_t before[] = {board.requested[first], board.requested[first + 1]};
-    shared.pool->leave();
+    shared.engine->leave();
     std::this_thread::yield();
     check(before[0] == board.requested[first] && before[1] == board.requested[first + 1],
           "a step of an env that a call holds");
-    check(shared.pool->holds(), "a hold that is lost");
-    shared.pool->release();
+    check(shared.engine->holds(), "a hold that is lost");
+    shared.engine->release();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
@@ -238,9 +238,9 @@ struct Setup {
     plan.num_sent = &num_sent;
     plan.due = due.data();
     plan.needs_reset = needs_reset.data();
-    shared.pool = std::make_shared<Pool>(plan);
-    shared.pool->state.open = 1;
-    publish(1, shared.pool);
+    shared.engine = std::make_shared<Engine>(plan);
+    shared.engine->state.open = 1;
+    publish(1, shared.engine);
     for (uint32_t w = 0; w < kWorkers; ++w) workers.emplace_back(work, board, w, std::ref(shared.rows));
   }
 
@@ -275,11 +275,11 @@ void steps() {
 void first_ready(uint32_t batch_size, uint32_t in_order) {
   Setup setup(batch_size, in_order, 5'000'000'000);
   Shared& shared = setup.shared;
-  Pool& pool = *shared.pool;
+  Engine& engine = *shared.engine;
   std::atomic<bool> stop{false};
   std::thread host([&] {
     while (!stop) {
-      if (pool.enter(nullptr, 0, true, 1'000'000)) pool.leave();
+      if (engine.enter(nullptr, 0, true, 1'000'000)) engine.leave();
       std::this_thread::yield();
     }
   });
@@ -296,7 +296,7 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
     int64_t waited_ns = 0;
     Status status;
     HostTarget target;
-    do status = pool.answer(verb, kFingerprint, operands, results, target, &waited_ns);
+    do status = engine.answer(verb, kFingerprint, operands, results, target, &waited_ns);
     while (status == Status::kBusy);  // the host is inside, or the caller holds some
     check(status == Status::kDone, "a wait that did not end");
     token = next_token;

@@ -1,4 +1,4 @@
-#include "pool.h"
+#include "engine.h"
 
 #include <unistd.h>
 
@@ -93,9 +93,9 @@ bool contiguous(const std::vector<int64_t>& slots) {
 uint32_t size(const std::vector<int64_t>& slots) { return static_cast<uint32_t>(slots.size()); }
 
 std::mutex registry_lock;
-std::unordered_map<uint32_t, std::shared_ptr<Pool>>& registry() {                // under `registry_lock`
-  static auto* pools = new std::unordered_map<uint32_t, std::shared_ptr<Pool>>;  // outlives every thread
-  return *pools;
+std::unordered_map<uint32_t, std::shared_ptr<Engine>>& registry() {                  // under `registry_lock`
+  static auto* engines = new std::unordered_map<uint32_t, std::shared_ptr<Engine>>;  // outlives every thread
+  return *engines;
 }
 
 }  // namespace
@@ -166,7 +166,7 @@ void HostTarget::put(void* to, const std::vector<Run>& runs) {
   }
 }
 
-Pool::Pool(const Plan& plan)
+Engine::Engine(const Plan& plan)
     : plan_(plan),
       process_(getpid()),
       queue_(plan.parent->board.num_slots),
@@ -177,8 +177,8 @@ Pool::Pool(const Plan& plan)
   std::iota(all_.begin(), all_.end(), 0);
 }
 
-Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
-                    const std::vector<Array>& results, Target& target, int64_t* waited_ns) {
+Status Engine::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
+                      const std::vector<Array>& results, Target& target, int64_t* waited_ns) {
   if (fingerprint != plan_.fingerprint || !fits(verb, operands, results)) return Status::kElsewhere;
   const int64_t rows = operands[0].dims[0];
   const auto* token = static_cast<const TokenRow*>(operands[0].data);
@@ -230,7 +230,8 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
 }
 
 // Returns whether the dtypes and shapes of a program's operands and results are those of the verb.
-bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const {
+bool Engine::fits(uint32_t verb, const std::vector<Array>& operands,
+                  const std::vector<Array>& results) const {
   const int64_t num_slots = plan_.parent->board.num_slots;
   if (operands.empty() || !is_token(operands[0])) return false;
   const int64_t rows = operands[0].dims[0];
@@ -254,7 +255,7 @@ bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::ve
   }
 }
 
-Status Pool::move(Request& request, Target& target) {
+Status Engine::move(Request& request, Target& target) {
   if (getpid() != process_) return Status::kElsewhere;  // a fork's child has no workers
   if (request.slots != nullptr && request.num_slots == 0) return Status::kElsewhere;
   const bool is_send = request.verb == kSend, is_recv = request.verb == kRecv;
@@ -283,7 +284,7 @@ Status Pool::move(Request& request, Target& target) {
 
 // These three are called inside, with the envs of the handle, and leave.
 
-Status Pool::step(Request& request, const std::vector<int64_t>& slots, Target& target) {
+Status Engine::step(Request& request, const std::vector<int64_t>& slots, Target& target) {
   if (plan_.local != nullptr) return step_here(request, slots, target);
   dispatch(slots, request.actions);
   advance(slots, request);
@@ -296,7 +297,7 @@ Status Pool::step(Request& request, const std::vector<int64_t>& slots, Target& t
 }
 
 // Steps local envs one after the other, so it leaves only after the step.
-Status Pool::step_here(Request& request, const std::vector<int64_t>& slots, Target& target) {
+Status Engine::step_here(Request& request, const std::vector<int64_t>& slots, Target& target) {
   hold(slots.data(), size(slots), false);
   write_actions(slots, request.actions);
   {
@@ -314,7 +315,7 @@ Status Pool::step_here(Request& request, const std::vector<int64_t>& slots, Targ
   return Status::kDone;
 }
 
-Status Pool::send(Request& request, const std::vector<int64_t>& handle, Target& target) {
+Status Engine::send(Request& request, const std::vector<int64_t>& handle, Target& target) {
   const std::vector<int64_t> slots(request.sent, request.sent + request.num_sent);
   dispatch(slots, request.actions);
   const int64_t due = now_ns() + plan_.step_ns;
@@ -329,7 +330,7 @@ Status Pool::send(Request& request, const std::vector<int64_t>& handle, Target& 
   return Status::kDone;
 }
 
-Status Pool::recv(Request& request, const std::vector<int64_t>& handle, Target& target) {
+Status Engine::recv(Request& request, const std::vector<int64_t>& handle, Target& target) {
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
   const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
   advance(handle, request);
@@ -352,7 +353,7 @@ Status Pool::recv(Request& request, const std::vector<int64_t>& handle, Target& 
 
 // Stores the envs that the caller may move: those of its handle, if it is fresh, or all for a caller without
 // one, which must wait for copies of other callers. The caller is inside.
-Status Pool::admit(const Request& request, std::vector<int64_t>* slots) {
+Status Engine::admit(const Request& request, std::vector<int64_t>* slots) {
   if (!state.open) return Status::kRefused;
   if (request.slots == nullptr) {
     *slots = all_;
@@ -362,7 +363,7 @@ Status Pool::admit(const Request& request, std::vector<int64_t>* slots) {
   return check_handle(request.slots, request.generation, request.num_slots);
 }
 
-Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint32_t count) {
+Status Engine::check_handle(const int64_t* slots, const uint32_t* generation, uint32_t count) {
   const Status status = check_ids(slots, count);
   if (status != Status::kDone || generation == nullptr) return status;
   for (uint32_t i = 0; i < count; ++i) {
@@ -371,7 +372,7 @@ Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint
   return Status::kDone;
 }
 
-Status Pool::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
+Status Engine::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
   const Status status = check_ids(slots, count);
   if (status != Status::kDone) return status;
   if (stepped && is_part(slots, count)) return Status::kPartialBatch;
@@ -383,7 +384,7 @@ Status Pool::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
 }
 
 // Returns whether all envs exist and none is duplicated.
-Status Pool::check_ids(const int64_t* slots, uint32_t count) {
+Status Engine::check_ids(const int64_t* slots, uint32_t count) {
   const auto num_slots = static_cast<int64_t>(checked_.size());
   if (std::any_of(slots, slots + count, [=](int64_t slot) { return slot < 0 || slot >= num_slots; })) {
     return Status::kNoSuchEnv;
@@ -396,7 +397,7 @@ Status Pool::check_ids(const int64_t* slots, uint32_t count) {
 }
 
 // Returns whether the slots, which `check_ids` has just marked, contain only a part of a batched env.
-bool Pool::is_part(const int64_t* slots, uint32_t count) const {
+bool Engine::is_part(const int64_t* slots, uint32_t count) const {
   const auto together = static_cast<int64_t>(plan_.together);
   if (together <= 1) return false;
   return std::any_of(slots, slots + count, [&](int64_t slot) {
@@ -406,12 +407,12 @@ bool Pool::is_part(const int64_t* slots, uint32_t count) const {
   });
 }
 
-void Pool::write_actions(const std::vector<int64_t>& slots, const void* const* actions) {
+void Engine::write_actions(const std::vector<int64_t>& slots, const void* const* actions) {
   const Recording recording(trace, kWriting);
   for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i]);
 }
 
-void Pool::dispatch(const std::vector<int64_t>& slots, const void* const* actions) {
+void Engine::dispatch(const std::vector<int64_t>& slots, const void* const* actions) {
   write_actions(slots, actions);
   const Recording recording(trace, kDispatching);
   jaxvec::send(*plan_.parent, kStep, slots.data(), size(slots));
@@ -419,7 +420,7 @@ void Pool::dispatch(const std::vector<int64_t>& slots, const void* const* action
 
 // Checks that a recv can be made. An overdue env is an error of its own, because recv would not notice it
 // while enough other envs are ready.
-Status Pool::check_queue() const {
+Status Engine::check_queue() const {
   if (*plan_.num_sent < plan_.batch_size) return Status::kTooFewPending;
   const Board& board = plan_.parent->board;
   const int64_t now = now_ns();
@@ -431,13 +432,13 @@ Status Pool::check_queue() const {
 }
 
 // Makes all other handles to the envs stale.
-void Pool::advance(const std::vector<int64_t>& slots, const Request& request) {
+void Engine::advance(const std::vector<int64_t>& slots, const Request& request) {
   if (!request.new_generation) return;
   for (const int64_t slot : slots) ++plan_.generation[slot];
   state.last_caller = request.caller_code;
 }
 
-Status Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
+Status Engine::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
   const Recording recording(trace, kWaiting);
   const int64_t start = now_ns();
   if (wait(*plan_.parent, slots.data(), size(slots), count, plan_.wait_ns) == kDone) return Status::kDone;
@@ -446,7 +447,7 @@ Status Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* w
 }
 
 // Removes a batch from the queue of pending envs and returns it, in the order of `recv`'s results.
-std::vector<int64_t> Pool::receive_batch(std::vector<int64_t> sent) {
+std::vector<int64_t> Engine::receive_batch(std::vector<int64_t> sent) {
   const Board& board = plan_.parent->board;
   const auto is_pending = [&](int64_t slot) { return board.completed[slot] != board.requested[slot]; };
   const auto earlier = [&](int64_t one, int64_t other) {
@@ -470,7 +471,7 @@ std::vector<int64_t> Pool::receive_batch(std::vector<int64_t> sent) {
 }
 
 // Copies the envs' rows. No other thread or worker writes them before the returned handle is used.
-void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Target& target) {
+void Engine::finish(const std::vector<int64_t>& slots, void* const* results, Target& target) {
   const Recording recording(trace, kCopying);
   if (plan_.terminated != nullptr) {
     for (const int64_t slot : slots) {
@@ -489,7 +490,7 @@ void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Targe
 
 // Records unfinished copies. The caller is inside or holds the slots, so a thread that enters exclusively
 // later finds the copies in `copies_`.
-void Pool::deliver(Target& target) {
+void Engine::deliver(Target& target) {
   std::shared_ptr<Copies> copies = target.finish();
   if (copies == nullptr) return;
   const std::lock_guard lock(lock_);
@@ -499,7 +500,7 @@ void Pool::deliver(Target& target) {
     copies_.push_back(std::move(copies));
 }
 
-void Pool::wait_for_copies() {
+void Engine::wait_for_copies() {
   std::vector<std::shared_ptr<Copies>> copies;
   {
     const std::lock_guard lock(lock_);
@@ -508,12 +509,12 @@ void Pool::wait_for_copies() {
   for (const auto& each : copies) each->wait();
 }
 
-bool Pool::copying() {
+bool Engine::copying() {
   const std::lock_guard lock(lock_);
   return !std::all_of(copies_.begin(), copies_.end(), [](const auto& each) { return each->done(); });
 }
 
-bool Pool::enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t timeout_ns) {
+bool Engine::enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t timeout_ns) {
   std::unique_lock lock(lock_);
   const auto me = std::this_thread::get_id();
   const auto vacant = [&] {
@@ -528,7 +529,7 @@ bool Pool::enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t t
 }
 
 // Returns whether another thread's hold forbids an entry with these slots.
-bool Pool::conflicts(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const {
+bool Engine::conflicts(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const {
   if (!exclusive && !hold.alone) return false;
   if (slots == nullptr) return true;
   std::vector<bool> held(queue_ + 1);
@@ -538,7 +539,7 @@ bool Pool::conflicts(const Hold& hold, const int64_t* slots, uint32_t count, boo
   });
 }
 
-void Pool::leave() {
+void Engine::leave() {
   {
     const std::lock_guard lock(lock_);
     if (inside_ != std::this_thread::get_id()) return;
@@ -547,18 +548,18 @@ void Pool::leave() {
   changed_.notify_all();
 }
 
-void Pool::hold(const int64_t* slots, uint32_t count, bool alone) {
+void Engine::hold(const int64_t* slots, uint32_t count, bool alone) {
   const std::lock_guard lock(lock_);
   holds_.push_back({std::this_thread::get_id(), alone, std::vector<int64_t>(slots, slots + count)});
 }
 
-bool Pool::holds() {
+bool Engine::holds() {
   const std::lock_guard lock(lock_);
   const auto me = std::this_thread::get_id();
   return std::any_of(holds_.begin(), holds_.end(), [me](const Hold& hold) { return hold.thread == me; });
 }
 
-void Pool::release() {
+void Engine::release() {
   const auto me = std::this_thread::get_id();
   {
     const std::lock_guard lock(lock_);
@@ -570,9 +571,9 @@ void Pool::release() {
   changed_.notify_all();
 }
 
-void publish(uint32_t id, std::shared_ptr<Pool> pool) {
+void publish(uint32_t id, std::shared_ptr<Engine> engine) {
   const std::lock_guard lock(registry_lock);
-  registry()[id] = std::move(pool);
+  registry()[id] = std::move(engine);
 }
 
 void withdraw(uint32_t id) {
@@ -580,7 +581,7 @@ void withdraw(uint32_t id) {
   registry().erase(id);
 }
 
-std::shared_ptr<Pool> find(uint32_t id) {
+std::shared_ptr<Engine> find(uint32_t id) {
   const std::lock_guard lock(registry_lock);
   const auto entry = registry().find(id);
   return entry == registry().end() ? nullptr : entry->second;
