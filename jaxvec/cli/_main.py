@@ -205,8 +205,8 @@ def _checked(target: Target) -> Target:
         target.env_fn()
     except gymnasium.error.Error as error:
         raise UsageError(
-            f"{target.name}: {error} On the command line, write MODULE:CLASS, or "
-            f"MODULE:{target.name} if importing the module registers it"
+            f"{target.name}: {error} On the command line, write MODULE:CLASS, or MODULE:ID if importing the "
+            "module registers it"
         ) from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"{target.name}: {error}") from error

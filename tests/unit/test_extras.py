@@ -107,8 +107,10 @@ def test_a_missing_package_of_an_env_names_the_command():
 def test_an_unknown_id_names_the_module_or_the_class():
     with pytest.raises(NameNotFound, match=r'"MODULE:MyEnv-v0", …\), or pass the class: jaxvec'):
         jaxvec.make("MyEnv-v0", 2)
-    with pytest.raises(NameNotFound, match="The module json registers no such id"):
+    with pytest.raises(NameNotFound, match=r"The module json registers no such id\.$"):
         jaxvec.make("json:MyEnv-v0", 2)
+    with pytest.raises(NameNotFound, match=r"no such id\. It has the env class CountingEnv, "):
+        jaxvec.make("jaxvec.testing:CountEnv", 2)
     with pytest.raises(ModuleNotFoundError, match=r"there is no module 'no_module'; .*pip install no_module"):
         jaxvec.make("no_module:MyEnv-v0", 2)
 
