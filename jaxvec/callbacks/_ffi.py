@@ -45,7 +45,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
     reason = reason_unavailable()
     if reason is not None:
         raise _native.NativeUnavailableError(reason)
-    if platform == "cpu":
+    if platform == "cpu" and jax.config.read("jax_cpu_enable_async_dispatch"):
         _make_synchronous(operands[0])
     attributes: dict[str, Any] = {
         "fingerprint": np.int64(call.spec.fingerprint),
@@ -114,7 +114,8 @@ def _make_synchronous(token: jax.Array) -> None:
 
     On the CPU, JAX blocks until a program with host callbacks is done. It may run any other program on one
     of its own threads: then Ctrl-C could not interrupt the wait for a hanging env, an error would surface on
-    some later line, and closing a pool after the call would cut off its steps.
+    some later line, and closing a pool after the call would cut off its steps. Up to jax 0.10, JAX does not
+    keep such programs in its compilation cache. Without asynchronous dispatch, no callback is needed.
     """
     never = token[0, 0] == 0  # pool ids start at 1
     jax.lax.cond(never, lambda: io_callback(_nothing, None), lambda: None)

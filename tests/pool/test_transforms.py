@@ -665,6 +665,7 @@ from jaxvec.testing import CountingEnv
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_cpu_enable_async_dispatch", sys.argv[2] == "asynchronous")
 with jaxvec.make(CountingEnv, 2) as envs:
     handle, _ = jaxvec.reset(envs)
     program = jax.jit(lambda h: jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.zeros(2, int)), h, length=7))
@@ -673,17 +674,20 @@ with jaxvec.make(CountingEnv, 2) as envs:
 
 
 @pytest.mark.slow
-def test_the_persistent_compilation_cache_works_across_program_runs(tmp_path):
+@pytest.mark.parametrize("dispatch", ["asynchronous", "synchronous"])
+def test_the_persistent_compilation_cache_works_across_program_runs(tmp_path, dispatch):
     """Up to jax 0.10 JAX itself keeps programs with host callbacks out of it; they work all the same."""
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", CACHED, str(tmp_path)],
+            [sys.executable, "-c", CACHED, str(tmp_path), dispatch],
             capture_output=True,
             text=True,
             timeout=200,
             check=False,
         )
         assert done.stdout == "[[1, 7, 7, 0], [1, 7, 7, 0]] (7, 7)\n", done.stderr
+        if dispatch == "synchronous":  # without a host callback
+            assert len([*tmp_path.glob("jit__lambda-*-cache")]) == 1
 
 
 # --- Reads and first-ready batches ------------------------------------------------------------

@@ -595,10 +595,12 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         if save_states:
             options.setdefault("states", num_envs)
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
-        # Programs that an actor has compiled are there when its process is started again.
+        # Programs that an actor has compiled are there when its process is started again. On the CPU, JAX
+        # keeps those that step envs only if it dispatches none asynchronously; an actor waits anyway.
         cache = os.path.join(tempfile.gettempdir(), f"jaxvec-{secrets.token_hex(8)}")
         jax_options: dict[str, Any] = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
         jax_options |= {"jax_compilation_cache_dir": cache, "jax_persistent_cache_min_compile_time_secs": 0}
+        jax_options["jax_cpu_enable_async_dispatch"] = False
         if not actor_options.get("num_gpus"):
             jax_options["jax_platforms"] = "cpu"
         for name in actor_options.get("runtime_env", {}).get("env_vars", {}):  # these have precedence
