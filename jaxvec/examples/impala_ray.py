@@ -84,7 +84,6 @@ def train(config: Config, run: TrainingRun, kill_one: Callable[[], None]) -> Non
         params=learner.weights,
         seed=config.seed,
         num_workers=config.workers_per_actor,
-        max_lag=config.max_lag,
         on_fault="restart",
         resume=progress.read_bytes() if progress.exists() else None,
         timeouts=jaxvec.Timeouts(start=300, reset=None, step=None),
@@ -95,6 +94,8 @@ def train(config: Config, run: TrainingRun, kill_one: Callable[[], None]) -> Non
         run.show("compiling")
         while not stop:
             rollout = rollouts.get(timeout=300)
+            if rollout.lag > config.max_lag:
+                continue
             learner, metrics = learn(learner, rollout.trajectory)
             rollouts.push(learner.weights)
             number += 1
@@ -109,7 +110,7 @@ def train(config: Config, run: TrainingRun, kill_one: Callable[[], None]) -> Non
                 kill_one()
         stats = rollouts.stats()
     faults = sum(actor.faults for actor in stats.actors)
-    print(f"faults of actors: {faults}; rollouts dropped because of --max-lag: {stats.dropped}")
+    print(f"faults of actors: {faults}")
 
 
 @contextmanager

@@ -457,7 +457,6 @@ class RolloutStats(NamedTuple):
     Attributes:
         rollouts: Number of rollouts that `get` has returned.
         env_steps: Number of env steps in these rollouts.
-        dropped: Number of rollouts that were dropped because of `max_lag`.
         version: Version of the newest weights.
         actors: `ActorStats` of each actor.
 
@@ -469,7 +468,6 @@ class RolloutStats(NamedTuple):
 
     rollouts: int
     env_steps: int
-    dropped: int
     version: int
     actors: tuple[ActorStats, ...]
 
@@ -500,8 +498,6 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             `scheduling_strategy`, `runtime_env`, and others. By default, an actor reserves a CPU per worker.
             It computes on the CPU unless it has `num_gpus`.
         device: `jax.Device` or sharding for trajectories; JAX's default if `None`.
-        max_lag: Largest number of versions between the weights of a trajectory and the newest weights. Older
-            trajectories are dropped and counted. `None` for no limit.
         rollouts_per_call: Number of rollouts that an actor runs per message, all with the same weights. They
             arrive together, and `rollout_timeout` limits all of them.
         in_flight: Number of rollouts that an actor may finish before `get` returns the first of them; at
@@ -551,7 +547,6 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         seed: int = 0,
         actor_options: Mapping[str, Any] | None = None,
         device: Any = None,
-        max_lag: int | None = None,
         rollouts_per_call: int = 1,
         in_flight: int = 1,
         on_fault: OnFault | Restart = "raise",
@@ -572,13 +567,11 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         if least > most:
             raise ValueError(f"num_actors must be (least, most), not {num_actors}")
         check_count("seed", seed, 0)
-        if max_lag is not None:
-            check_count("max_lag", max_lag, 0)
-        self._max_lag, self._device = max_lag, device
+        self._device = device
         self._closed = False
         self._early: deque[PackedRollout] = deque()  # finished before the least number of actors had started
         self._broken: BaseException | None = None
-        self._rollouts = self._env_steps = self._dropped = 0
+        self._rollouts = self._env_steps = 0
         # The version of the weights; for each actor, its next rollout and the snapshot before it.
         self._version = 0
         self._progress: list[tuple[int, bytes | None]] = [(0, None)] * most
@@ -651,23 +644,17 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             ActorDiedError: An actor was lost, and was not replaced.
             PoolBrokenError, PoolClosedError: An earlier call raised an error, or `close` was called.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if until is None else max(until - time.monotonic(), 0)
-            if (done := self._early.popleft() if self._early else self._wait(left)) is None:
-                if left == 0:
-                    raise _errors.NotReadyError(f"no rollout was done within {timeout} s; call get again")
-                continue
-            self._actors.release(done.actor)
-            self._progress[done.actor] = (done.index + 1, done.snapshot)
-            lag = self._version - done.version
-            if self._max_lag is None or lag <= self._max_lag:
-                break
-            self._dropped += 1
+        deadline, left = _deadline(timeout), timeout
+        while (done := self._early.popleft() if self._early else self._wait(left)) is None:
+            if left == 0:
+                raise _errors.NotReadyError(f"no rollout was done within {timeout} s; call get again")
+            left = None if timeout is None else max(deadline - time.monotonic(), 0)
+        self._actors.release(done.actor)
+        self._progress[done.actor] = (done.index + 1, done.snapshot)
         self._rollouts += 1
         self._env_steps += done.env_steps
         trajectory = jax.device_put(unpack(done.structure, done.leaves), self._device)
-        return Rollout(trajectory, done.actor, done.index, done.version, lag)
+        return Rollout(trajectory, done.actor, done.index, done.version, self._version - done.version)
 
     def push(self, params: Any) -> None:
         """Publishes new weights. Each actor uses the newest weights from its next rollout on.
@@ -697,8 +684,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
 
     def stats(self) -> RolloutStats:
         """Returns the counters so far."""
-        counts = self._rollouts, self._env_steps, self._dropped
-        return RolloutStats(*counts, self._version, self._actors.stats())
+        return RolloutStats(self._rollouts, self._env_steps, self._version, self._actors.stats())
 
     def close(self) -> None:
         """Closes the envs and ends the actors, within about ten seconds. May be called more than once."""
