@@ -74,13 +74,16 @@ class RayHost(HostSource):
     """
 
     def __init__(self, ray: Any, task: Any, listener: Listener, missing: str) -> None:
-        self.missing = missing
-        self._ray, self._task, self._listener, self._token = ray, task, listener, secrets.token_hex()
-        self._serving = task.remote(listener.address, listener.key, self._token)
+        super().__init__(listener, missing)
+        self._ray, self._task, self._token = ray, task, secrets.token_hex()
+        self._serving = self._start_task()
+
+    def _start_task(self) -> Any:
+        return self._task.remote(self.listener.address, self.listener.key, self._token)
 
     def start(self, check: Callable[[], None]) -> Host:
         deadline, is_new = time.monotonic() + _RETRY_TIMEOUT, not self.node
-        while (host := self._listener.take(lambda host: host.token == self._token, CHECK_INTERVAL)) is None:
+        while (host := self.listener.take(self._token, CHECK_INTERVAL)) is None:
             check()
             if not self._ray.is_initialized():  # otherwise, Ray would start another cluster
                 raise HostLostError("was lost: Ray was shut down")
@@ -89,7 +92,7 @@ class RayHost(HostSource):
                 self.node, why = self._ray.get(self._serving)
                 raise HostLostError(why)
             if not is_new and (has_ended or time.monotonic() > deadline):
-                self._serving = self._task.remote(self._listener.address, self._listener.key, self._token)
+                self._serving = self._start_task()
                 is_new = True
         self.node = host.node
         return host

@@ -321,7 +321,6 @@ def serve_pool(
     key: bytes,
     *,
     node: str,
-    max_envs: int | None = None,
     token: str = "",
     wait: float = 0,
     context: ssl.SSLContext | None = None,
@@ -330,7 +329,6 @@ def serve_pool(
 
     Args:
         node: Name of this host in errors.
-        max_envs: Largest number of envs to serve; `None` for no limit.
         token: Place that this host was started for; empty for any.
         wait: Seconds in which the pool may start to listen.
         context: Context that checks the pool's certificate; `None` for a pool without TLS.
@@ -339,7 +337,7 @@ def serve_pool(
         HostLostError: The pool needs other versions.
         OSError: The pool can't be reached, or lacks the key, or the connection was lost.
     """
-    hello = {"node": node, "cores": usable_cores(), "max_envs": max_envs, "token": token, **wire.versions()}
+    hello = {"node": node, "cores": usable_cores(), "token": token, **wire.versions()}
     deadline = time.monotonic() + wait
     place = f"{address[0]}:{address[1]}"
     _logger.info("connecting to %s", place)

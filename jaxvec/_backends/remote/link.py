@@ -18,7 +18,6 @@ import pickle
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -283,22 +282,30 @@ CHECK_INTERVAL = 0.2  # seconds between checks of a `HostSource` that a host is 
 _END_TIMEOUT = 3.0  # seconds for a host to end one of its processes, before it counts as lost
 
 
-class HostSource(ABC):
-    """The provider of the host of some workers.
+class HostSource:
+    """The provider of the host of some workers: one that dials in by itself.
+
+    Args:
+        owner: Object that keeps the listener open.
 
     Attributes:
         node: Name of the host's machine, if it is known before the host has dialled in.
-        missing: Reason why no host has dialled in yet, with a remedy; empty if one will soon.
+        missing: Reason why no host has dialled in yet, with a remedy.
     """
 
-    node = missing = ""
+    node = ""
 
-    @abstractmethod
+    def __init__(self, listener: wire.Listener, missing: str, owner: object = None) -> None:
+        self.listener, self.missing, self._owner = listener, missing, owner
+
     def start(self, check: Callable[[], None]) -> wire.Host:
         """Waits for a host, and calls `check` meanwhile, which raises if it is not needed any more.
 
         Raises `wire.HostLostError` or another error if there can be none.
         """
+        while (host := self.listener.take("", CHECK_INTERVAL)) is None:
+            check()
+        return host
 
 
 class HostLink:

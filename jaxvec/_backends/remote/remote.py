@@ -14,8 +14,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
 from jaxvec._backends.remote.backend import HostsBackend, split_workers
-from jaxvec._backends.remote.link import CHECK_INTERVAL, HostLauncher, HostSource
-from jaxvec._backends.remote.wire import Host, Listener
+from jaxvec._backends.remote.link import HostLauncher, HostSource
+from jaxvec._backends.remote.wire import Listener
 from jaxvec._options import PoolConfig, check_count
 from jaxvec._workers.base import Slices
 
@@ -124,28 +124,6 @@ class Remote(AbstractContextManager["Remote"], HostsBackend):
 
     def launcher(self, slices: Slices, config: PoolConfig) -> HostLauncher:
         groups = split_workers(slices, self._hosts)
-        # Of the largest group: a host must not take a small one, and leave one that is too large for others.
-        num_envs = max(slices[group[-1]][1] - slices[group[0]][0] for group in groups)
-        source = _DialledHost(self, self._listener, num_envs, self._advice)
+        missing = f"no worker host has dialled in to {self.address}; start: {self._advice}"
+        source = HostSource(self._listener, missing, owner=self)
         return HostLauncher(groups, slices, config, [source] * len(groups))
-
-
-class _DialledHost(HostSource):
-    """A host that dials in by itself."""
-
-    def __init__(self, remote: Remote, listener: Listener, num_envs: int, advice: str) -> None:
-        self._remote = remote  # which listens at least as long as the pool lives
-        self._listener = listener
-        self._num_envs = num_envs
-        self.missing = (
-            f"no worker host with room for {num_envs} envs has dialled in to {remote.address}; "
-            f"start: {advice}"
-        )
-
-    def start(self, check: Callable[[], None]) -> Host:
-        while (host := self._listener.take(self._has_room, CHECK_INTERVAL)) is None:
-            check()
-        return host
-
-    def _has_room(self, host: Host) -> bool:
-        return host.max_envs is None or host.max_envs >= self._num_envs

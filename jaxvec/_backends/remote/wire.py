@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import importlib
-import json
 import logging
 import pickle
 import platform
@@ -27,7 +26,6 @@ from jaxvec._backends.remote.tls import encrypt, relay
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.rows import RowPacker
 from jaxvec._memory.segment import Arrays
-from jaxvec._options import check_count
 from jaxvec._spec import PoolSpec
 
 # --- TCP connections between two processes that share a key ----------------------------------------------
@@ -56,7 +54,6 @@ _MAX_ACCEPTS = 32
 _ACCEPT_RETRY_INTERVAL = 0.2  # seconds after an error, such as no descriptor for another connection
 _REFUSAL_LOG_INTERVAL = 1.0  # seconds between log records of connections with another key
 _REFUSAL = b"jaxvec: refused".ljust(_PROOF_BYTES)  # a listener's answer to a wrong proof
-_MAX_HELLO = 1 << 12  # bytes
 _MAX_MESSAGE = 1 << 36  # bytes
 _ACK_CHECK_INTERVAL = 3.0  # seconds between checks that sent data are acknowledged
 _ACK_TIMEOUT = 14.0  # seconds without an acknowledgement, after which the other machine is lost
@@ -182,7 +179,6 @@ class Host(NamedTuple):
     connection: Connection
     node: str  # such as "node-7 (process 12)"
     cores: int
-    max_envs: int | None
     token: str  # of the place that it was started for; empty if it may have any
 
 
@@ -261,11 +257,14 @@ class Listener:
             self._changed.wait_for(lambda: len(self._live_hosts()) >= count, timeout)
             return list(self._hosts)
 
-    def take(self, fits: Callable[[Host], bool], timeout: float) -> Host | None:
-        """Removes and returns the first waiting host that fits, or `None` after `timeout` seconds."""
+    def take(self, token: str, timeout: float) -> Host | None:
+        """Removes and returns the first waiting host with a token, or `None` after `timeout` seconds."""
+
+        def find() -> Host | None:
+            return next((host for host in self._live_hosts() if host.token == token), None)
+
         with self._changed:
-            host = self._changed.wait_for(lambda: next(filter(fits, self._live_hosts()), None), timeout)
-            if host is not None:
+            if (host := self._changed.wait_for(find, timeout)) is not None:
                 self._hosts.remove(host)
             return host
 
@@ -358,23 +357,20 @@ class Listener:
         try:
             if isinstance(tcp, ssl.SSLSocket):
                 sock = relay(tcp)
-            try:
-                hello = _read_hello(sock)
-            except Exception as error:
-                why = (
-                    str(error)
-                    if isinstance(error, HostLostError)
-                    else f"sent no valid description: {error!r}"
-                )
-                _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
-                Connection(tcp, sock).send(MESSAGE, pickle.dumps(("reject", (why,))))
-                raise
+            connection = Connection(tcp, sock)
+            hello = pickle.loads(connection.receive()[1].data)
+            for name, version in versions().items():
+                if hello[name] != version:
+                    why = f"has {name} {hello[name]}, but the pool's process has {version}; install the same "
+                    why += "version"
+                    _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
+                    connection.send(MESSAGE, pickle.dumps(("reject", (why,))))
+                    raise HostLostError(why)
             with self._changed:
-                host = Host(Connection(tcp, sock), *hello)
                 if self._closed:
-                    host.connection.say_goodbye()
+                    connection.say_goodbye()
                     raise ConnectionError("the listener was closed")
-                self._hosts.append(host)
+                self._hosts.append(Host(connection, hello["node"], hello["cores"], hello["token"]))
                 self._changed.notify_all()
         except Exception:  # any: a host must not end with a traceback of this process
             sock.close()
@@ -404,7 +400,7 @@ def dial(
             if not hmac.compare_digest(proof, _proof(key, b"listener", listener, connector)):
                 raise ConnectionError("the process at the other end does not know the key")
             connection = Connection(tcp, sock)
-            connection.send(MESSAGE, json.dumps(hello).encode())
+            connection.send(MESSAGE, pickle.dumps(hello))
             return connection
         except OSError as error:
             sock.close()
@@ -434,28 +430,6 @@ def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
             )
         received += part
     return received
-
-
-def _read_hello(sock: socket.socket) -> tuple[str, int, int | None, str]:
-    """Returns a host's description, as for `Host`; raises `HostLostError` if it has other versions."""
-    deadline = time.monotonic() + _HANDSHAKE_TIMEOUT
-    _, length = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
-    if length > _MAX_HELLO:
-        raise ValueError(f"it has {length} bytes")
-    hello = json.loads(_read(sock, length, deadline))
-    for name, version in versions().items():
-        if hello[name] != version:
-            raise HostLostError(
-                f"has {name} {hello[name]}, but the pool's process has {version}; install the same version"
-            )
-    node, cores, max_envs, token = (hello[name] for name in ("node", "cores", "max_envs", "token"))
-    for text in (node, token):
-        if not (isinstance(text, str) and text.isprintable()):
-            raise TypeError(f"not a printable string: {text!r:.100}")
-    check_count("cores", cores, 1)
-    if max_envs is not None:
-        check_count("max_envs", max_envs, 1)
-    return node, cores, max_envs, token
 
 
 def versions() -> dict[str, str]:
