@@ -477,19 +477,26 @@ def test_an_env_that_crashes_ends_its_actor_or_its_worker(make_rollouts, cluster
 
 def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
     rollouts = make_rollouts(on_fault=jaxvec.Restart(max_restarts=1))
-    before = [get(rollouts) for _ in range(3)]
+    came = [get(rollouts) for _ in range(3)]
     kill(rollouts, 0)
     rollouts.push(np.int32(1))
-    came = before + [get(rollouts) for _ in range(3)]
-    assert faults(rollouts) == [1]
-    assert [done.index for done in came] == [*range(6)]  # none is lost that was done
+    while faults(rollouts) != [1]:
+        came.append(get(rollouts))
+    came += [get(rollouts) for _ in range(2)]  # at most one was done before
+    assert [done.index for done in came] == [*range(len(came))]  # none is lost that was done
     assert came[-1].version == 1
-    assert came[-1].trajectory["obs"][0, 1] < 5  # new envs have made fewer steps
+    assert came[-1].trajectory["obs"][0, 1] < len(came)  # new envs have made fewer steps
     assert "actor 0 recovers from fault 1, and resets its envs: actor 0 on node" in caplog.text
     kill(rollouts, 0)
     with pytest.raises(jaxvec.ActorDiedError, match=r"Actor 0 was not restarted: .* max_restarts is 1"):
         while True:
             get(rollouts)
+
+
+def test_actors_keep_their_compiled_rollouts(make_rollouts, tmp_path):
+    env = {"env_vars": {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}}
+    get(make_rollouts(actor_options={"runtime_env": env}))
+    assert len([*tmp_path.glob("jit_count-*-cache")]) == 1
 
 
 class Leaving(CountingEnv):
@@ -533,6 +540,7 @@ def test_the_envs_of_an_actor_that_is_lost_again(
 ):
     """The loss in a constructor soon after another one is no further fault."""
     monkeypatch.setattr("jaxvec._backends.ray.rollouts._MAX_SNAPSHOT_USES", 2)
+    monkeypatch.setattr("jaxvec._backends.ray.rollouts._SAME_FAULT_INTERVAL", 200.0)
     (path := tmp_path / "methods").touch()
     options = {"on_fault": jaxvec.Restart(max_restarts=None, rate=None), "save_states": True}
     rollouts = make_rollouts(env=partial(Leaving, path), timeouts=UNLIMITED, **options)
