@@ -1,4 +1,4 @@
-"""The connection between a pool and a host: what comes of it, and who gets none. Needs no Ray."""
+"""The connection between a pool and a host, its two ends, and connections without the key. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import hmac
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import ssl
 import threading
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -20,16 +21,21 @@ import trustme
 from support.disasters import PATIENCE, Background, wait_until
 from support.probe import (
     MESSAGE,
+    WAKE,
     HostLostError,
     Listener,
     PoolConfig,
     ProcessEnd,
+    RemoteWorker,
+    WakePipe,
     WorkerHost,
     WorkerMessage,
+    base,
     dial,
     wire,
 )
 from support.probe import host as _host
+from support.segments import KINDS, board
 
 KEY = bytes(range(32))
 ROWS = 1
@@ -261,15 +267,6 @@ def test_a_host_that_is_slow_to_prove_its_key_connects_again(listener, monkeypat
     here.close()
 
 
-def prove(address):
-    """Returns a connection that has proved the key, without a description of the host."""
-    sock = socket.create_connection(address)
-    listener = sock.recv(32, socket.MSG_WAITALL)
-    sock.sendall(NONCE + hmac.digest(KEY, b"connector" + listener + NONCE, "sha256"))
-    assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
-    return sock
-
-
 def test_a_refused_key_is_logged_with_its_address(listener, caplog):
     with pytest.raises(PermissionError, match="another key; compare the key files"):
         connect(listener.address, bytes(32))
@@ -277,35 +274,30 @@ def test_a_refused_key_is_logged_with_its_address(listener, caplog):
     assert "it does not have the key" in caplog.text
 
 
-def test_a_lack_of_threads_leaves_the_listener_alive(listener, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("can't start new thread")
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        *((socket.socket, "accept", OSError(number, "")) for number in (errno.EMFILE, errno.EPROTO)),
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (wire, "versions", MemoryError()),
+    ],
+    ids=["EMFILE", "EPROTO", "no thread", "no memory"],
+)
+def test_a_listener_admits_hosts_after_an_error(listener, monkeypatch, owner, name, error):
+    errors, original = [error], getattr(owner, name)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Listener, "_admit", property(fail))
-        with prove(listener.address) as sock, suppress(ConnectionResetError):
-            while sock.recv(1 << 10):
-                pass
-    here = connect(listener.address)
-    assert len(listener.wait(1, PATIENCE)) == 1
+    def fail_once(*args):
+        if errors:
+            raise errors.pop()
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    failed = connect(listener.address)
+    wait_until(lambda: not errors)
+    here = connect(listener.address, node="node 2")
+    wait_until(lambda: "node 2" in [host.node for host in listener.wait(1, PATIENCE)])
+    failed.close()
     here.close()
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOBUFS, errno.EPROTO])
-def test_a_listener_accepts_hosts_after_an_error(monkeypatch, number):
-    failing, accept = [OSError(number, os.strerror(number))], socket.socket.accept
-
-    def accept_later(self):
-        if failing:
-            raise failing.pop()
-        return accept(self)
-
-    monkeypatch.setattr(socket.socket, "accept", accept_later)
-    listener = Listener("127.0.0.1", 0, KEY)
-    here = connect(listener.address)
-    assert len(listener.wait(1, PATIENCE)) == 1
-    here.close()
-    listener.close()
 
 
 def test_a_host_of_another_version_is_told_so_and_not_queued(listener):
@@ -476,3 +468,137 @@ def test_a_worker_whose_end_comes_before_its_start_is_ended(host):
     assert not process.ended()
     host.end(0, 2)
     wait_until(process.ended)
+
+
+# --- Workers at hosts, as the pool sees them: many share one pipe, with few descriptors ----------
+
+
+ENDED = ProcessEnd(3, "exited with code 3")
+
+
+class Link:
+    """Records the messages to workers."""
+
+    node, ahead = "node 1", 0
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, remote, message, descriptors):
+        if remote.ended():
+            raise EOFError
+        self.sent.append((remote.worker, remote.incarnation, message))
+
+
+@pytest.fixture
+def pipe():
+    pipe = WakePipe()
+    yield pipe
+    pipe.close()
+
+
+@pytest.fixture
+def link():
+    return Link()
+
+
+@pytest.fixture
+def start(pipe, link):
+    """Yields what makes a worker."""
+    return lambda worker, incarnation=1: RemoteWorker(link, worker, incarnation, pipe)
+
+
+def rung(pipe):
+    """Says whether a poll of the pipe would return."""
+    return bool(select.select([pipe], [], [], 0)[0])
+
+
+def test_the_pipe_is_readable_while_somebody_is_not_heard(pipe, start):
+    one, two = start(0), start(1)
+    assert one.fileno() == two.fileno() == pipe.fileno()
+    assert not rung(pipe)
+    one.deliver("a")
+    two.deliver("b")
+    one.deliver("c")
+    assert (one.receive(), one.receive()) == ("a", "c")
+    assert (one.readable(), two.readable(), rung(pipe)) == (False, True, True)
+    assert two.receive() == "b"
+    assert not rung(pipe)
+
+
+def test_an_end_is_heard_once_after_what_was_said(pipe, start):
+    worker = start(0)
+    worker.deliver("last words")
+    worker.mark_ended(ENDED)
+    worker.mark_ended(ProcessEnd(4, "again"))
+    worker.deliver("from beyond")
+    assert worker.receive() == "last words"
+    with pytest.raises(EOFError):
+        worker.receive()
+    assert not rung(pipe)
+    assert worker.ending() == (3, "on node 1 exited with code 3")
+    with pytest.raises(EOFError):
+        worker.send("hello")
+    worker.shut()
+
+
+def test_a_wake_is_not_said_twice(pipe, start):
+    worker = start(0)
+    for _ in range(100_000):  # more than fit into a pipe
+        worker.deliver(WAKE)
+    assert worker.receive() is WAKE
+    assert not rung(pipe)
+
+
+def test_who_takes_a_place_is_told_and_heard_in_it(pipe, link, start):
+    old, new = start(0), start(0, 2)
+    old.deliver("something that nobody hears")
+    old.mark_ended(ENDED)
+    channel = old.replace(new)
+    assert not rung(pipe)
+    new.deliver("hello")
+    assert channel.receive() == "hello"
+    channel.send("welcome")
+    channel.shut()
+    assert link.sent == [(0, 2, "welcome"), (0, 2, None)]
+
+
+def test_a_message_whose_byte_was_lost_to_ctrl_c_blocks_nobody(pipe, start):
+    one, two = start(0), start(1)
+    one.deliver("a")
+    pipe.take()  # and then the signal came
+    two.deliver("b")
+    assert (one.receive(), two.receive()) == ("a", "b")
+    assert not rung(pipe)
+
+
+@contextmanager
+def descriptors_left(count):
+    """Leaves room for so many more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_workers_are_heard_than_there_may_be_descriptors(kind, start):
+    """`poll` refuses to look at more than the limit."""
+    with descriptors_left(0):
+        num_workers = resource.getrlimit(resource.RLIMIT_NOFILE)[0] + 1
+        marks, slices = board(num_workers, num_workers)
+        workers = [*map(start, range(num_workers))]
+        workers[-1].deliver("hello")
+        end = base.parent_end(kind, marks, slices=slices, channels=workers, spin_ns=0)
+        assert not end.wait(np.arange(num_workers), num_workers, 0)  # before it is content with its slots
+        workers[-1].receive()
