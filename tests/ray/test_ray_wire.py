@@ -374,6 +374,15 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch):
         connect(silent.getsockname()[:2])
 
 
+def test_a_host_that_does_not_describe_itself_is_dropped(listener, monkeypatch):
+    monkeypatch.setattr(wire, "_HELLO_TIMEOUT", 0.1)
+    monkeypatch.setattr(wire.Connection, "send", lambda *_: None)
+    silent = connect(listener.address)
+    with pytest.raises(EOFError):
+        silent.receive()
+    silent.close()
+
+
 # --- Machines that are slow, or gone --------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECT_TIMEOUT = 3.0  # seconds for a reachable machine to accept a connection
 _HANDSHAKE_TIMEOUT = 30.0  # seconds for a host to be admitted, as the processes of a busy machine may be slow
+_HELLO_TIMEOUT = 30.0  # seconds for a host with the key to describe itself
 _REDIAL_INTERVAL = 0.2  # seconds after which a host connects again if the listener did not wait for its proof
 _UNAUTHENTICATED_TIMEOUT = 0.5  # seconds that a listener waits for the proof of one connection
 _MAX_UNAUTHENTICATED = 512  # connections that have this time at once; a further one takes that of the oldest
@@ -357,6 +358,8 @@ class Listener:
         try:
             if isinstance(tcp, ssl.SSLSocket):
                 sock = relay(tcp)
+            sock.settimeout(_HELLO_TIMEOUT)
+            sock.recv(1, socket.MSG_PEEK)  # raises `TimeoutError`
             connection = Connection(tcp, sock)
             hello = pickle.loads(connection.receive()[1].data)
             for name, version in versions().items():
