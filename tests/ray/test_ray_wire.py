@@ -374,6 +374,20 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch):
         connect(silent.getsockname()[:2])
 
 
+@pytest.mark.parametrize(
+    "hello", [{"cores": float("nan")}, {"cores": 0}, {"node": None}, {"token": 3}], ids=repr
+)
+def test_a_host_with_a_wrong_description_is_rejected(listener, caplog, hello):
+    rejected = connect(listener.address, **hello)
+    name, (why,) = pickle.loads(rejected.receive()[1])
+    assert (name, why[:21]) == ("reject", "sent no description: ")
+    wait_until(lambda: "rejected a worker host at 127.0.0.1:" in caplog.text)
+    here = connect(listener.address, node="node 2")
+    assert [host.node for host in listener.wait(1, PATIENCE)] == ["node 2"]
+    here.close()
+    rejected.close()
+
+
 def test_a_host_that_does_not_describe_itself_is_dropped(listener, monkeypatch):
     monkeypatch.setattr(wire, "_HELLO_TIMEOUT", 0.1)
     monkeypatch.setattr(wire.Connection, "send", lambda *_: None)

@@ -26,6 +26,7 @@ from jaxvec._backends.remote.tls import encrypt, relay
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.rows import RowPacker
 from jaxvec._memory.segment import Arrays
+from jaxvec._options import check_count
 from jaxvec._spec import PoolSpec
 
 # --- TCP connections between two processes that share a key ----------------------------------------------
@@ -361,22 +362,35 @@ class Listener:
             sock.settimeout(_HELLO_TIMEOUT)
             sock.recv(1, socket.MSG_PEEK)  # raises `TimeoutError`
             connection = Connection(tcp, sock)
-            hello = pickle.loads(connection.receive()[1].data)
-            for name, version in versions().items():
-                if hello[name] != version:
-                    why = f"has {name} {hello[name]}, but the pool's process has {version}; install the same "
-                    why += "version"
-                    _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
-                    connection.send(MESSAGE, pickle.dumps(("reject", (why,))))
-                    raise HostLostError(why)
+            try:
+                host = Host(connection, *_check_hello(pickle.loads(connection.receive()[1].data)))
+            except Exception as error:
+                why = str(error) if isinstance(error, HostLostError) else f"sent no description: {error!r}"
+                _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
+                connection.send(MESSAGE, pickle.dumps(("reject", (why,))))
+                raise
             with self._changed:
                 if self._closed:
                     connection.say_goodbye()
                     raise ConnectionError("the listener was closed")
-                self._hosts.append(Host(connection, hello["node"], hello["cores"], hello["token"]))
+                self._hosts.append(host)
                 self._changed.notify_all()
         except Exception:  # any: a host must not end with a traceback of this process
             sock.close()
+
+
+def _check_hello(hello: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Returns node, cores and token of a host's description of itself."""
+    for name, version in versions().items():
+        if hello[name] != version:
+            raise HostLostError(
+                f"has {name} {hello[name]}, but the pool's process has {version}; install the same version"
+            )
+    node, cores, token = hello["node"], hello["cores"], hello["token"]
+    if not (isinstance(node, str) and isinstance(token, str)):
+        raise TypeError(f"node and token must be strings, not {node!r} and {token!r}")
+    check_count("cores", cores, 1)
+    return node, cores, token
 
 
 def dial(
