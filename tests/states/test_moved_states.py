@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from support.late_structures import START, Late
-from support.probe import DigestTaker, name_of
+from support.probe import StatefulEnv, name_of
 
 import jaxvec
 
@@ -105,9 +105,7 @@ class Enums(gymnasium.Env):
 def test_each_member_of_an_enum_is_known_by_name():
     """So it is found again in another process. All classes count, wherever Python shows their variables."""
     env = Enums()
-    taker = DigestTaker([env], ())
-    taker.layer(env)
-    named = set().union(*taker.result().named.values())
+    named = set().union(*StatefulEnv(env).digest().named.values())
     members = [member for kind in env.members for member in kind]
     assert {f"{name_of(type(member))}._member_map_[{member.name}]" for member in members} <= named
 

@@ -565,7 +565,7 @@ def test_files_of_envs_of_another_class_are_refused(make, backend, tmp_path, sav
     other = make(Other, 2, states=9, backend=backend)
     other.reset(seed=0)
     mine = other.save()
-    with pytest.raises(jaxvec.StateFileError, match=r"file: .*env 0.* state of .*CountingEnv, .*\.Other"):
+    with pytest.raises(jaxvec.StateFileError, match=r"file: .*env 0.* state of .*CountingEnv into .*\.Other"):
         other.load_states(tmp_path / "file")
     with pytest.raises(jaxvec.StateFileError, match="the array: .*env 0.* state of"):
         other.unpack_states(envs.pack_states())

@@ -82,40 +82,28 @@ class StatefulEnv:
         self._update_layers()
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
-        fields, own = nodes.save_again(self._walk, self._walked)
+        state = nodes.save_again(lambda first: self._walk(self._saver(first, self._shared, self._walked)))
         if self._incremental is not None:
-            self._incremental.note(fields)
-        return EnvState(self._kinds, fields, own)
+            self._incremental.note(state.layers)
+        return state
 
-    def _walk(self, first: dict[int, Any]) -> tuple[list[nodes.Fields], Any]:
-        """Saves the attributes of each layer, and the result of `get_state`."""
-        base, functions, methods = self._layers[-1], self._functions, self._methods
-        saver = nodes.Saver(
-            find, self._nodes.copy(), self._shared, walked=self._walked, first=first, trust=self._trust
-        )
+    def _saver(self, first: dict[int, Any], shared: nodes.Shared, walked: set[int] | None) -> nodes.Saver:
+        saver = nodes.Saver(find, self._nodes.copy(), shared, walked=walked, first=first, trust=self._trust)
         for layer in self._layers:  # any attribute may hold `vars` of a layer
             saver.owners[id(vars(layer))] = self._nodes[id(layer)]
+        return saver
+
+    def _walk(self, saver: nodes.Saver, *, attributes_only: bool = False) -> EnvState:
+        """Saves the attributes of each layer, and the result of `get_state`."""
         layers: list[nodes.Fields] = []
         own: Any = None
-        layer: Any = base
+        layer = base = self._layers[-1]
         try:
             for layer in self._layers:
-                if layer is not base:
-                    layers.append(nodes.save_layer(saver, layer))
-                elif functions is not None:
-                    held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
-                    layers.append(({}, {name: saver.value(value) for name, value in held.items()}, None))
-                    own = saver.value(functions[0](self.env))
-                elif methods is None:
-                    layers.append(nodes.save_layer(saver, base))
-                else:
-                    if isinstance(base, gymnasium.Wrapper):
-                        layers.append(nodes.NOTHING)  # its `get_state` covers the env inside, too
-                    else:
-                        saver.lenient = True
-                        layers.append(nodes.save_layer(saver, base))
-                        saver.lenient = False
-                    own = saver.value(methods[0](base))
+                layers.append(self._save_layer(saver, layer))
+            if self._own is not None and not attributes_only:
+                (get_state, _), target = self._own
+                own = saver.value(get_state(target))
         except nodes.CannotCopy as error:
             path = f"{type(layer).__name__}." + "".join(
                 name if name.startswith("[") or not number else f".{name}"
@@ -126,7 +114,21 @@ class StatefulEnv:
             raise EnvStateError(
                 f"cannot save {type(base).__name__}: attribute {path}{reason}. {error.advice or ADVICE}"
             ) from error
-        return layers, own
+        return EnvState(self._kinds, layers, own)
+
+    def _save_layer(self, saver: nodes.Saver, layer: Any) -> nodes.Fields:
+        """Returns the attributes of a layer; of an env with `get_state`, those that this may leave out."""
+        if self._own is None or layer is not self._layers[-1]:
+            return nodes.save_layer(saver, layer)
+        if self._functions is not None:
+            held = {name: vars(layer)[name] for name in _GENERATOR if name in vars(layer)}
+            return {}, {name: saver.value(value) for name, value in held.items()}, None
+        if isinstance(layer, gymnasium.Wrapper):
+            return nodes.NOTHING  # its `get_state` covers the env inside, too
+        saver.lenient = True
+        fields = nodes.save_layer(saver, layer)
+        saver.lenient = False
+        return fields
 
     def digest(self, state: EnvState | None = None) -> Digest:
         """Returns the digest of the env, with which another process compares its own; restores `state` first.
@@ -140,24 +142,19 @@ class StatefulEnv:
 
     def _take_digest(self) -> DigestTaker:
         """Walks through all that `save` saves, except the result of `get_state`."""
+
+        def take(first: dict[int, Any]) -> DigestTaker:
+            saver = self._saver(first, {}, None)
+            return DigestTaker(saver, self._layers, self._walk(saver, attributes_only=True).layers)
+
         self._update_layers()
-        base = self._layers[-1]
-        taker = DigestTaker(self._layers, self._trust)
         try:
-            for layer in self._layers:
-                if layer is not base or (self._functions is None and self._methods is None):
-                    taker.layer(layer)
-                elif self._functions is not None:
-                    taker.layer(base, _GENERATOR)
-                elif not isinstance(base, gymnasium.Wrapper):
-                    taker.layer(base, lenient=True)
-        except (nodes.CannotCopy, RecursionError) as error:
-            where = ".".join(getattr(error, "path", ()))
+            return nodes.save_again(take)
+        except RecursionError as error:
+            name = type(self._layers[-1]).__name__
             raise EnvStateError(
-                f"cannot move a {type(base).__name__} to another process: attribute {where} can't be "
-                f"compared there: {error}. {ADVICE}"
+                f"cannot move a {name} to another process: it can't be compared there: {error}. {ADVICE}"
             ) from error
-        return taker
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -170,8 +167,8 @@ class StatefulEnv:
         kinds = self.kinds
         if state.kinds != kinds:
             raise EnvStateError(
-                f"this is a state of {' of '.join(state.kinds)}, but the env is {' of '.join(kinds)}; load "
-                "it into a pool with envs that the same functions make"
+                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(kinds)}; "
+                "restore it into an env that the same function made"
             )
 
     def restore(self, state: EnvState) -> bool:
@@ -213,27 +210,18 @@ class StatefulEnv:
         compiled = self._incremental if self._kinds == state.kinds else None
         if compiled is not None and compiled.restore(state.layers):
             return True
-        kinds = self.kinds  # updates the layers
-        layers = self._layers
-        if kinds != state.kinds:
-            raise EnvStateError(
-                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(kinds)}; "
-                "restore it into an env that the same function made"
-            )
-        base = layers[-1]
-        restorer = nodes.Restorer(layers)
+        self.check_fit(state)
+        restorer = nodes.Restorer(self._layers)
         try:
             # `set_state` first, so that the saved attributes overwrite its side effects.
-            if self._functions is not None:
-                self._functions[1](self.env, restorer.value(state.own, None))
-            elif self._methods is not None:
-                self._methods[1](base, restorer.value(state.own, None))
-            for layer, fields in zip(layers, state.layers, strict=True):
+            if self._own is not None:
+                (_, set_state), target = self._own
+                set_state(target, restorer.value(state.own, None))
+            for layer, fields in zip(self._layers, state.layers, strict=True):
                 nodes.restore_layer(restorer, layer, fields)
         except nodes.CannotCopy as error:
-            raise EnvStateError(
-                f"cannot restore {type(base).__name__}: {error.what}. {error.advice or ADVICE}"
-            ) from error
+            name = type(self._layers[-1]).__name__
+            raise EnvStateError(f"cannot restore {name}: {error.what}. {error.advice or ADVICE}") from error
         return False
 
     def _find_layers(self) -> None:
@@ -241,10 +229,16 @@ class StatefulEnv:
         self._pairs = tuple(itertools.pairwise(self._layers))
         self._classes = tuple(map(type, self._layers))
         self._kinds = tuple(map(_name_of, self._classes))
-        self._methods = None if self._functions is not None else _own_methods(type(self._layers[-1]))
+        base = self._layers[-1]
+        methods = _own_methods(type(base))
+        # The user's functions that save and restore, and what they take: functions the env with its wrappers.
+        self._own: tuple[StateFunctions, Any] | None = None
+        if self._functions is not None:
+            self._own = self._functions, self.env
+        elif methods is not None:
+            self._own = methods, base
         # The incremental snapshot covers attributes only.
-        attributes_only = self._functions is None and self._methods is None
-        self._incremental = IncrementalSnapshot(self._layers) if attributes_only else None
+        self._incremental = IncrementalSnapshot(self._layers) if self._own is None else None
         self._nodes: dict[int, Any] = dict(
             zip(map(id, self._layers), nodes.layer_nodes(len(self._layers)), strict=True)
         )
@@ -271,9 +265,9 @@ def _name_of(kind: type) -> str:
 
 
 @cache
-def _own_methods(kind: type) -> Any:
+def _own_methods(kind: type) -> StateFunctions | None:
     """Returns `get_state` and `set_state` of a class; `None` without such a pair."""
-    methods = getattr(kind, "get_state", None), getattr(kind, "set_state", None)
+    methods: Any = getattr(kind, "get_state", None), getattr(kind, "set_state", None)
     return methods if _accepts(methods[0], 1) and _accepts(methods[1], 2) else None
 
 

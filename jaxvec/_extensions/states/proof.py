@@ -164,7 +164,7 @@ def _value(result: Any) -> Any:
     def walk(first: dict[int, Any]) -> Any:
         return nodes.Saver(find, {}, {}, walked=walked, first=first, lenient=True).value(result)
 
-    return nodes.save_again(walk, walked)
+    return nodes.save_again(walk)
 
 
 def _reset(env: Any, seed: int) -> None:

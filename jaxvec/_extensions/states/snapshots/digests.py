@@ -1,54 +1,48 @@
-"""Digests of live object graphs, which show whether an env that was made anew equals the original.
+"""Digests of envs, which show whether an env that was made anew in another process equals the original.
 
-    sender      env --take--> Digest --with the state--> receiver
-    receiver    state --restore--> env --take--> Digest, compared with the one of the sender
+    sender      env --save, take--> Digest --with the state--> receiver
+    receiver    state --restore--> env --save, take--> Digest, compared with the one of the sender
 
-A digest does not rely on the snapshots (`snapshot.py`) from which objects are restored. It covers all that is
-reachable, in one order, with types, values and aliases. An object of an unknown type is an error.
+A digest covers a snapshot of the live env, in one order, with types, values and aliases. It also covers what
+a snapshot only refers to: code, the variables of local classes, and which objects are global, too.
 """
 
 from __future__ import annotations
 
-import array
-import copyreg
 import enum
-import gc
 import hashlib
 import logging
 import marshal
-import random
 import sys
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from operator import itemgetter
+from typing import Any
 
-import gymnasium
 import numpy as np
 
 from jaxvec._extensions.states.snapshots import arrays, node_types, snapshot
+from jaxvec._extensions.states.snapshots.functions import Function
 from jaxvec._extensions.states.snapshots.nodes import (
     ATOMS,
+    KEPT,
     SAVE_FUNCTIONS,
-    CannotCopy,
+    Fields,
     Node,
+    SaveAgain,
+    SaveFunction,
     Saver,
     attributes_of,
-    excluded_fields,
     save_atom,
 )
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _NUMBERS = frozenset({bool, int, float})
-_TABLES: tuple[type, ...] = (list, dict, tuple, set, frozenset, np.ndarray)
-_GENERATORS = np.random.Generator, np.random.BitGenerator, np.random.RandomState
-_REDUCED = node_types.save_reduced, node_types.save_trusted, node_types.save_exception
 _DESCRIPTORS = types.MemberDescriptorType, types.GetSetDescriptorType
-_FIELDS_OF_LOGGERS = vars(logging.Logger("")).keys()
+_WITH_ADDRESS = object, weakref.ref, types.MappingProxyType  # in their `repr`, so no two are equal
 _MAX_ITEMS = 10_000  # of a global container that is searched for objects
 
 
@@ -66,40 +60,30 @@ class Digest:
 
 
 class DigestTaker:
-    """Walks through an env and its wrappers, `layers`, in one order, and numbers the objects that it finds.
+    """Walks through a snapshot of an env and its wrappers in one order, and numbers the objects in it.
 
-    States of the env may contain objects of the classes `trust`, which are copied by their own protocol.
+    The snapshot of the `layers`, their `fields`, was made by `saver`, with nothing saved as a whole.
     """
 
-    def __init__(self, layers: list[Any], trust: tuple[type, ...]) -> None:
-        self._saver = Saver(snapshot.find, {}, {}, trust=trust)
+    def __init__(self, saver: Saver, layers: Sequence[Any], fields: Sequence[Fields]) -> None:
+        self._saver = saver
+        saver.lenient = True  # code can refer to anything
         self._attributes: dict[str, bytes] = {}
         self._attribute = ""  # that is walked now
         self._hash = hashlib.blake2b(digest_size=16)
-        self._lenient = False
-        # By `id`: numbers in the order of the walk, and each object with the attribute where it was found.
+        # By `id`: numbers in the order of the walk, and each node or value with the attribute that has it.
         self._numbers: dict[int, int] = {}
-        self._numbers_of_generators = self._numbers
         self._found: dict[int, tuple[Any, str]] = {}
         self._classes: dict[type, int] = {}
         for layer in layers:
-            self._add(layer)
-            self._add(vars(layer))
-
-    def layer(self, layer: Any, names: Iterable[str] | None = None, *, lenient: bool = False) -> None:
-        """Walks through the attributes of a layer that its states contain; only `names`, if given.
-
-        With `lenient`, objects that can't be copied count as equal, because they are not restored.
-        """
-        without = excluded_fields(layer)
-        self._lenient = lenient
-        held, number, name = attributes_of(layer), self._numbers[id(layer)], type(layer).__name__
-        with self._hashing(f"{number} type({name})"):
-            self._class(type(layer), hidden=held)
-        for attribute in sorted({*(held if names is None else names)} - without, key=str):
-            if attribute in held:
+            self._is_known(saver.memo[id(layer)])
+        for number, (layer, (atoms, others, _)) in enumerate(zip(layers, fields, strict=True)):
+            held, name = atoms | others, type(layer).__name__
+            with self._hashing(f"{number} type({name})"):
+                self._class(type(layer), hidden=attributes_of(layer))
+            for attribute in sorted(held, key=str):
                 with self._hashing(f"{number} {name}.{attribute}"):
-                    self._field(attribute, held[attribute])
+                    self._value(held[attribute])
 
     def result(self) -> Digest:
         return Digest(self._attributes, self._names())
@@ -115,7 +99,7 @@ class DigestTaker:
             value, where = found[number]
             for name in original.named.get(number, set[str]()) ^ mine.named.get(number, set[str]()):
                 # A value is copied, and is equal while the global one has the same content.
-                if not (_is_value(value) and self._equals_global(value, name)):
+                if not self._equals_global(value, name):
                     return f"{where} (identity with {name})"
         return None
 
@@ -136,126 +120,126 @@ class DigestTaker:
         finally:
             self._numbers = before
 
+    def _hash_alone(self, value: Any) -> bytes:
+        """Returns a hash of a value that does not depend on what was found before."""
+        before = self._hash, self._classes
+        self._hash, self._classes = hashlib.blake2b(digest_size=16), {}
+        try:
+            with self._isolated():
+                self._value(value)
+            return self._hash.digest()
+        finally:
+            self._hash, self._classes = before
+
     def _write(self, *values: Any) -> None:
         self._hash.update(marshal.dumps(values, 2))  # later versions depend on aliases
 
-    def _add(self, value: Any) -> None:
-        numbers = self._numbers_for(value)
-        numbers[id(value)] = len(numbers)
-        self._found.setdefault(id(value), (value, self._attribute))  # keeps it alive, and so its id
+    def _save(self, value: Any) -> Any:
+        """Saves a live object that the snapshot only refers to; what can't be copied does not count."""
+        try:
+            return self._saver.value(value)
+        except SaveAgain:
+            return KEPT
 
     def _is_known(self, value: Any) -> bool:
         """Writes the number of an object that was found before; otherwise gives it a number."""
-        number = self._numbers_for(value).get(id(value))
+        number = self._numbers.get(id(value))
         if number is None:
-            self._add(value)
+            self._numbers[id(value)] = len(self._numbers)
+            self._found.setdefault(id(value), (value, self._attribute))  # keeps it alive, and so its id
             return False
         self._write("same", number)
         return True
 
-    def _numbers_for(self, value: Any) -> dict[int, int]:
-        return self._numbers_of_generators if issubclass(type(value), _GENERATORS) else self._numbers
-
     def _value(self, value: Any) -> None:
-        kind = type(value)  # `isinstance` would look through weak proxies
-        if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value))):
+        """Walks through a node, a part of one, or a value that snapshots hold directly."""
+        kind = type(value)
+        if kind in _PLAIN:
             self._write(0, value)  # all other values start with a text
-        elif issubclass(kind, np.generic) and not issubclass(kind, np.void):
+        elif kind in (list, tuple):
+            self._write(kind.__name__, len(value))
+            if _PLAIN.issuperset(map(type, value)):
+                self._write(0, [*value])
+            else:
+                for item in value:
+                    self._value(item)
+        elif kind is dict:
+            self._value([*value.items()])
+        elif issubclass(kind, np.generic):
             self._write("scalar", repr(value.dtype), value.tobytes())
         elif issubclass(kind, type):
             self._class(value)
         elif issubclass(kind, types.ModuleType):
             self._write("module", value.__name__)
-        elif issubclass(kind, gymnasium.Space):
-            # An equal one is kept, with its arrays. Its generators are restored.
-            self._class(kind)
-            with self._isolated():
-                self._fields(value)
+        elif value is KEPT:
+            self._write("kept")
+        elif kind is node_types.Space:
+            self._space(value)
         elif not self._is_known(value):
-            try:
-                self._walks.get(kind, DigestTaker._other)(self, value)
-            except CannotCopy:
-                if not self._lenient:
-                    raise
-                self._write("not restored")
+            if isinstance(value, Node):
+                self._node(value)
+            else:
+                self._constant(value)
 
-    def _values(self, values: Iterable[Any]) -> None:
-        values = list(values)
-        self._write(len(values))
-        for value in values:
-            self._value(value)
+    def _node(self, node: Node) -> None:
+        self._write(type(node).__name__)
+        if isinstance(node, Function):
+            self._write(node.function.__module__, node.function.__qualname__)
+            if not _is_importable(node.function):
+                self._value(node.function.__code__)
+        for name, part, _ in sorted(node.parts(node), key=itemgetter(0)):
+            self._write(name)
+            self._value(part)
+        if isinstance(node, node_types.Set):
+            items = node.items
+            # Only numbers are in the same order in all processes, and programs may depend on it.
+            if not _NUMBERS.issuperset(map(type, items)):
+                items = sorted(
+                    items, key=lambda item: (self._numbers.get(id(item), -1), self._hash_alone(item))
+                )
+            self._value(items)
 
-    def _sequence(self, value: Any) -> None:
-        if _PLAIN.issuperset(map(type, value)):
-            self._write(type(value).__name__, list(value))
-            return
-        self._write(type(value).__name__)
-        self._values(value)
-
-    def _dict(self, value: dict[Any, Any]) -> None:
-        self._write("dict", len(value))
-        for key, item in dict.items(value):
-            self._value(key)
-            self._value(item)
-
-    def _set(self, value: Any) -> None:
-        items = list(_base_of(value, (set, frozenset)).__iter__(value))
-        self._write("set", len(items))
-        # Only numbers are in the same order in all processes, and programs may depend on it.
-        if not _NUMBERS.issuperset(map(type, items)):
-            items.sort(key=lambda item: (self._numbers.get(id(item), -1), self._hash_alone(item)))
-        for item in items:
-            self._value(item)
-
-    def _hash_alone(self, value: Any) -> bytes:
-        """Returns a hash of a value that does not depend on what was found before."""
-        before = self._hash, self._numbers, self._numbers_of_generators, self._classes
-        self._hash, self._numbers, self._classes = hashlib.blake2b(digest_size=16), {}, {}
-        self._numbers_of_generators = self._numbers
-        try:
-            self._value(value)
-            return self._hash.digest()
-        finally:
-            self._hash, self._numbers, self._numbers_of_generators, self._classes = before
-
-    def _object(self, value: Any) -> None:
-        """Walks through an object of a Python class: its content as a container, and its attributes."""
-        self._write("object")
-        self._class(type(value))
-        if isinstance(value, dict):
-            self._dict(value)
-        elif isinstance(value, (set, frozenset)):
-            self._set(value)
-        elif isinstance(value, (list, deque)):
-            self._write(value.maxlen if isinstance(value, deque) else None)
-            self._values(_base_of(value, (list, deque)).__iter__(value))
-        self._fields(value)
-
-    def _fields(self, value: Any) -> None:
-        # The descriptors, as a subclass may have a slot with the name of another one.
-        for base in type(value).__mro__:
-            for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
-                if isinstance(slot, types.MemberDescriptorType):
-                    try:
-                        held = slot.__get__(value)
-                    except AttributeError:
-                        continue
+    def _space(self, node: node_types.Space) -> None:
+        # An equal space is kept, with its arrays. Its generators are restored.
+        self._class(type(node.space))
+        with self._isolated():
+            for name, value in sorted(attributes_of(node.space).items()):
+                if name != "_np_random":
                     self._write(name)
-                    self._field(name, held)
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict) and not self._is_known(held):
-            # Restored attributes are in another order.
-            self._write(len(held))
-            for name in sorted(held, key=str):
-                self._value(name)
-                self._field(name, held[name])
+                    self._value(self._save(value))
+        self._value(node.generators)
 
-    def _field(self, name: Any, value: Any) -> None:
-        try:
-            self._value(value)
-        except CannotCopy as error:
-            error.path.insert(0, str(name))
-            raise
+    def _constant(self, value: Any) -> None:
+        """Walks through a value that snapshots hold directly."""
+        kind = type(value)
+        self._write(node_types.name_of(kind))
+        if isinstance(value, np.ndarray):
+            # A stride without a second item has no effect.
+            strides = [step for step, size in zip(value.strides, value.shape, strict=True) if size > 1]
+            self._write(repr(value.dtype), value.shape, strides if value.size else [])
+            self._write(value.flags.writeable, value.tobytes())
+        elif isinstance(value, types.CodeType):
+            names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
+            self._write(value.co_name, value.co_firstlineno, value.co_code, names)
+            self._value([self._save(each) for each in value.co_consts])
+        elif isinstance(value, types.FunctionType):
+            self._value(self._save(value))
+        elif isinstance(value, memoryview):
+            self._write(value.format, value.shape, value.tobytes())
+        elif isinstance(value, logging.Logger):
+            self._write(value.name, value.level, value.disabled, value.propagate)
+        elif isinstance(value, enum.Enum):
+            self._class(kind)
+            self._value(value._name_ or value._value_)
+        elif node_types.is_ordinary(kind, value):
+            self._class(kind)
+            self._value([(name, self._save(held)) for name, held in sorted(attributes_of(value).items())])
+        elif hasattr(kind, "__array__"):
+            self._value(np.asarray(value))
+        elif kind not in _WITH_ADDRESS:
+            if isinstance(getattr(value, "__self__", None), type):
+                self._class(value.__self__)
+            self._write(node_types.global_name(value) or repr(value))
 
     def _class(self, kind: type, hidden: Container[str] = ()) -> None:
         # `hidden` are variables of the class that attributes of the object hide.
@@ -267,215 +251,27 @@ class DigestTaker:
         self._write("class", getattr(kind, "__module__", ""), kind.__name__)
         if not _is_local(kind):
             return
-        # It can have variables of the env, and may have come with the state. Otherwise it is code, so what
-        # can't be copied does not count.
-        before, self._lenient = self._lenient, True
-        self._values(kind.__bases__)
+        # It can have variables of the env, and may have come with the state. Otherwise it is code.
+        for base in kind.__bases__:
+            self._class(base)
         for name, value in sorted(vars(kind).items()):
             if isinstance(value, (staticmethod, classmethod)):
                 value = value.__func__
             if isinstance(value, (types.FunctionType, property)):
+                functions = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (value,)
                 self._write(name)
-                self._value(value)
+                self._value([self._save(each) for each in functions])
             elif name not in hidden and not name.startswith("__") and not isinstance(value, _DESCRIPTORS):
                 self._write(name)
                 with self._isolated():
-                    self._value(value)
-        self._lenient = before
-
-    def _function(self, value: Any) -> None:
-        self._write("function", value.__module__, value.__qualname__)
-        self._value(value.__dict__)
-        if _is_importable(value):
-            return
-        self._value(value.__code__)
-        self._value(value.__defaults__)
-        self._value(value.__kwdefaults__)
-        for cell in value.__closure__ or ():
-            if not self._is_known(cell):
-                self._values(gc.get_referents(cell))  # none, if it is empty
-
-    def _code_object(self, value: types.CodeType) -> None:
-        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
-        self._write("code", value.co_name, value.co_firstlineno, value.co_code, names)
-        self._values(value.co_consts)
-
-    def _property(self, value: property) -> None:
-        self._values((value.fget, value.fset, value.fdel))
-
-    def _method(self, value: Any) -> None:
-        self._write("method", value.__name__)
-        self._value(getattr(value, "__func__", None))
-        self._value(value.__self__)
-
-    def _weak(self, value: Any) -> None:
-        self._write("weak", type(value).__name__)
-        try:
-            target = value() if type(value) is weakref.ref else value.__repr__.__self__
-        except ReferenceError:
-            target = None
-        self._value(target)
-
-    def _partial(self, value: partial[Any]) -> None:
-        # By its own protocol, an object without a `__dict__` differs from one with an empty one.
-        self._values((value.func, value.args, value.keywords))
-        self._fields(value)
-
-    def _mapping_proxy(self, value: Any) -> None:
-        (mapping,) = gc.get_referents(value)
-        self._write("proxy")
-        self._value(mapping.get("__module__", mapping))
-
-    def _array(self, value: Any) -> None:
-        # A stride without a second item has no effect.
-        strides = [step for step, size in zip(value.strides, value.shape, strict=True) if size > 1]
-        self._write("array", repr(value.dtype), value.shape, strides if value.size else [])
-        self._write(value.flags.writeable)
-        self._memory(value)
-        if value.dtype.hasobject:
-            self._values(value.ravel().tolist())
-        else:
-            self._write(value.tobytes())
-
-    def _memory(self, value: Any) -> None:
-        """Writes which part of which memory an array or a record is; nothing for its own, or a library's."""
-        owner = arrays.owner_of(value)
-        if not owner.flags.owndata:
-            owner = arrays.memory_of(owner)
-        if owner is not value and isinstance(owner, (np.ndarray, *arrays.BUFFERS)):
-            self._write("part", value.__array_interface__["data"][0] - arrays.address_of(owner))
-            self._value(owner)
-
-    def _record(self, value: Any) -> None:
-        self._write("record", repr(value.dtype), value.tobytes())
-        if isinstance(value.base, np.ndarray):
-            self._memory(value)
-
-    def _buffer(self, value: Any) -> None:
-        self._write("buffer", getattr(value, "typecode", ""), bytes(memoryview(value).cast("B")))
-        self._class(type(value))
-
-    def _memory_view(self, value: memoryview) -> None:
-        self._write("memoryview", value.format, value.shape, value.readonly, value.tobytes())
-        if isinstance(value.obj, (np.ndarray, *arrays.BUFFERS)):
-            self._write(arrays.address_of(value) - arrays.address_of(value.obj))
-            self._value(value.obj)
-
-    def _generator(self, value: Any) -> None:
-        self._value(value.bit_generator)
-        self._fields(value)
-
-    def _bits(self, value: Any) -> None:
-        self._value(value.state)
-        self._value(value.seed_seq)
-        self._fields(value)
-
-    def _seeds(self, value: Any) -> None:
-        self._value(value.entropy)
-        self._write(value.spawn_key, value.pool_size, value.n_children_spawned)
-        self._fields(value)
-
-    def _logger(self, value: logging.Logger) -> None:
-        self._write(value.name, value.level, value.disabled, value.propagate)
-        for name in sorted(vars(value).keys() - _FIELDS_OF_LOGGERS):
-            self._write(name)
-            self._field(name, vars(value)[name])
-
-    def _random(self, value: Any) -> None:
-        if isinstance(value, np.random.RandomState):
-            # Only its identity: the seed sequence of a legacy generator is random and has no effect.
-            self._is_known(value._bit_generator)
-            self._value(value.get_state(legacy=False))
-        else:
-            self._value(random.Random.getstate(value))
-        self._fields(value)
-
-    def _node(self, node: Node) -> None:
-        self._write(type(node).__name__)
-        for name, part, _ in node.parts(node):
-            self._write(name)
-            self._value(part)
-
-    def _reduced(self, value: Any) -> None:
-        """Walks through the values from which an object is copied by its own protocol."""
-        registered = copyreg.dispatch_table.get(type(value))
-        try:
-            reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
-        except Exception as error:
-            raise CannotCopy(f"{node_types.name_of(type(value))} can't be copied ({error})") from error
-        if isinstance(reduced, str):
-            self._write("global", reduced)
-            return
-        function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
-        self._values((function, arguments, state, [*(items or ())], [*(pairs or ())], setter))
-
-    def _other(self, value: Any) -> None:
-        kind = type(value)
-        self._write(node_types.name_of(kind))
-        for base, walk in self._walks_of_subclasses.items():
-            if isinstance(value, base):
-                if base is not Node:
-                    self._class(kind)
-                walk(self, value)
-                return
-        rule = _rule_of(value)
-        if rule in (node_types.save_object, node_types.save_subclass):
-            self._object(value)
-        elif rule in _REDUCED:
-            if rule is not node_types.save_reduced:
-                rule(self._saver, value)  # raises for a class on no list, unless it is trusted
-            self._reduced(value)
-        elif rule is not save_atom:
-            self._value(rule(self._saver, value))
-        elif node_types.is_ordinary(kind, value) or isinstance(value, enum.Enum):
-            self._object(value)
-        elif hasattr(kind, "__array__"):
-            self._value(np.asarray(value))
-        elif kind is not object:  # with an address, no two are equal
-            self._write(repr(value))
-
-    _walks: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
-        list: _sequence,
-        deque: _object,
-        tuple: _sequence,
-        dict: _dict,
-        set: _set,
-        frozenset: _set,
-        types.FunctionType: _function,
-        types.CodeType: _code_object,
-        property: _property,
-        types.MethodType: _method,
-        types.BuiltinMethodType: _method,
-        types.MethodWrapperType: _method,
-        weakref.ref: _weak,
-        weakref.ProxyType: _weak,
-        weakref.CallableProxyType: _weak,
-        types.MappingProxyType: _mapping_proxy,
-        np.ndarray: _array,
-        memoryview: _memory_view,
-        bytearray: _buffer,
-        array.array: _buffer,
-    }
-    _walks_of_subclasses: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
-        Node: _node,
-        partial: _partial,
-        np.void: _record,
-        np.ndarray: _array,
-        arrays.CData: _buffer,
-        np.random.Generator: _generator,
-        np.random.BitGenerator: _bits,
-        np.random.SeedSequence: _seeds,
-        np.random.RandomState: _random,
-        random.Random: _random,
-        logging.Logger: _logger,
-    }
+                    self._value(self._save(value))
 
     # --- Objects of the env that are globals, too --------------------------------------------------
 
     def _globals(self) -> Iterator[tuple[str, Any]]:
         """Yields the class attributes of all classes, the globals of their methods, and items of these."""
         seen: set[int] = set()  # not the result of `vars`, whose id is soon another class's
-        for kind in self._classes:
+        for kind in [*self._classes]:
             spaces: list[tuple[str, Any]] = [(node_types.name_of(kind), vars(kind))]
             for value in [*vars(kind).values()]:
                 held = getattr(getattr(value, "__func__", value), "__globals__", None)
@@ -487,8 +283,8 @@ class DigestTaker:
                     if key in ("__builtins__", "__dict__", "_value2member_map_"):
                         continue
                     yield f"{prefix}.{key}", value
-                    if type(value) in _TABLES[:-1] and len(value) <= _MAX_ITEMS:
-                        items = value.items() if type(value) is dict else enumerate(value)
+                    if type(value) in (list, dict, tuple, set, frozenset) and len(value) <= _MAX_ITEMS:
+                        items = [*value.items()] if type(value) is dict else enumerate([*value])
                         for number, item in items:
                             if type(item) not in _PLAIN:
                                 yield f"{prefix}.{key}[{number if type(number) in _PLAIN else '...'}]", item
@@ -496,30 +292,31 @@ class DigestTaker:
     def _names(self) -> dict[int, set[str]]:
         found: dict[int, set[str]] = {}
         for name, value in self._globals():
-            number = self._numbers.get(id(value))
+            number = self._numbers.get(id(self._saver.memo.get(id(value), value)))
             if number is not None and not isinstance(value, types.FunctionType):
                 found.setdefault(number, set()).add(name)
         return found
 
     def _equals_global(self, value: Any, name: str) -> bool:
+        """Returns whether a global object of this name is a value that equals a node or a constant."""
         mine = self._hash_alone(value)
-        return any(self._hash_alone(other) == mine for each, other in self._globals() if each == name)
+        named = [other for each, other in self._globals() if each == name]
+        return any(_is_value(other) and self._hash_alone(self._save(other)) == mine for other in named)
 
 
 def _is_value(value: Any) -> bool:
     """Returns whether programs compare objects of this class by their content, not by identity."""
-    if type(value) in _TABLES:
-        return True
-    return type(value) is not object and _rule_of(value) in (node_types.save_reduced, save_atom)
-
-
-def _base_of(value: Any, bases: tuple[type, ...]) -> Any:
-    return next(base for base in bases if isinstance(value, base))
-
-
-def _rule_of(value: Any) -> Callable[[Saver, Any], Any]:
     kind = type(value)
-    return save_atom if kind in ATOMS else SAVE_FUNCTIONS.get(kind) or snapshot.find(kind, value)
+    if kind is object or kind in ATOMS:
+        return kind is not object
+    rule: SaveFunction = SAVE_FUNCTIONS.get(kind) or snapshot.find(kind, value)
+    return rule in _RULES_OF_VALUES
+
+
+_RULES_OF_VALUES: tuple[Callable[[Saver, Any], Any], ...] = (
+    *(node_types.save_list, node_types.save_dict, node_types.save_tuple, node_types.save_set),
+    *(arrays.save_array, node_types.save_reduced, save_atom),
+)
 
 
 def _is_local(kind: type) -> bool:

@@ -54,19 +54,19 @@ class _Cell(Node):
             del cell.cell_contents
 
 
-class _Function(Node):
+class Function(Node):
     """A function: its variables, attributes and defaults are part of the state, and its code is not.
 
     A function without variables that its module has by its name is restored in place, wherever it is held.
     """
 
-    _SAVED = ("cells", "defaults", "keywords", "fields")
+    _SAVED = ("cells", "defaults", "keywords", "attributes")
     __slots__ = (*_SAVED, "function", "is_global", "name")
 
     cells: list[Any]
     defaults: Any
     keywords: Any
-    fields: Any
+    attributes: Any
 
     def __init__(self, name: str, function: Any, is_global: bool) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class _Function(Node):
             node.fill(restorer, cell)
         target.__defaults__ = restorer.value(self.defaults, target.__defaults__)
         target.__kwdefaults__ = restorer.value(self.keywords, target.__kwdefaults__)
-        target.__dict__ = restorer.value(self.fields, target.__dict__)
+        target.__dict__ = restorer.value(self.attributes, target.__dict__)
         return target
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -103,7 +103,7 @@ class _Function(Node):
 
     def __reduce__(self) -> Any:
         held = {name: getattr(self, name) for name in self._SAVED}
-        return _Function, (self.name, self.function, self.is_global), (None, held)
+        return Function, (self.name, self.function, self.is_global), (None, held)
 
 
 def _with_cells(function: Any, cells: list[Any]) -> Any:
@@ -121,13 +121,13 @@ def save_function(saver: Saver, value: Any) -> Any:
     is_named = value.__closure__ is None and is_global(value)
     # Not the function itself, as a state must not keep alive what the env refers to by a weak reference.
     function = value if is_named else _with_cells(value, [types.CellType() for _ in value.__closure__ or ()])
-    node = _Function(_full_name(value), function, is_named)
+    node = Function(_full_name(value), function, is_named)
     saver.remember(value, node)
     try:
         node.cells = [_save_cell(saver, cell) for cell in value.__closure__ or ()]
         node.defaults = saver.value(value.__defaults__)
         node.keywords = saver.value(value.__kwdefaults__)
-        node.fields = saver.value(value.__dict__)
+        node.attributes = saver.value(value.__dict__)
     except CannotCopy as error:
         error.path.insert(0, f"({value.__qualname__})")
         raise

@@ -27,8 +27,6 @@ from jaxvec._extensions.states.snapshots.nodes import (
     Node,
     Restorer,
     Saver,
-    TakenAsAWhole,
-    compare_fields,
     dict_of,
     has_attributes,
     holds_more,
@@ -95,7 +93,7 @@ class Plain(Node):
 
 def save_plain(saver: Saver, value: Any) -> Plain | None:
     """Takes a container of atoms; `None` if it has to be walked through."""
-    if id(value) in saver.walked:
+    if not saver.can_take(value):
         return None
     # Perhaps of an earlier container at this address. It then serves this one, if the values are the same.
     known = saver.shared.get(id(value))
@@ -118,9 +116,7 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
             node = None
     if not parts.isdisjoint(saver.memo) or not parts.isdisjoint(saver.owners):
         return None
-    for others, container in saver.inside:
-        if not parts.isdisjoint(others):
-            raise TakenAsAWhole(container)
+    saver.check_not_inside(parts)
     if node is None:
         node = Plain(_copy_plain(value), identity, parts)
         saver.shared[id(value)] = node
@@ -195,7 +191,7 @@ class _List(Node):
 
 
 def save_list(saver: Saver, value: list[Any]) -> Any:
-    saver.check_not_inside(value)
+    saver.check_not_inside((id(value),))
     if len(value) > LARGE and (plain := save_plain(saver, value)) is not None:
         return saver.remember(value, plain)
     node = _List()
@@ -265,8 +261,7 @@ class _Attributes(Node):
 
 def save_dict(saver: Saver, value: dict[Any, Any]) -> Any:
     number = id(value)
-    if saver.inside:
-        saver.check_not_inside(value)
+    saver.check_not_inside((number,))
     if number in saver.first:
         saver.value(saver.first[number])
         if (node := saver.memo.get(number)) is not None:
@@ -290,7 +285,7 @@ def save_dict(saver: Saver, value: dict[Any, Any]) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class _Set(Node):
+class Set(Node):
     cls: type
     items: list[Any]
 
@@ -302,10 +297,10 @@ class _Set(Node):
 
 
 def save_set(saver: Saver, value: Any) -> Any:
-    saver.check_not_inside(value)
-    if all(map(_is_leaf, value)):
+    saver.check_not_inside((id(value),))
+    if saver.can_take(value) and all(map(_is_leaf, value)):
         return saver.remember(value, Plain(value.copy()))
-    return saver.remember(value, _Set(type(value), saver.items(value)))
+    return saver.remember(value, Set(type(value), saver.items(value)))
 
 
 @dataclass(slots=True, eq=False)
@@ -318,8 +313,8 @@ class _Subclass(Node):
     cls: Any
     maxlen: int | None = None
     is_own_dict: bool = False
-    content: list[Any] = field(default_factory=list)
-    fields: Fields | None = None
+    content: Any = None
+    fields: Fields = NOTHING
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         fits = type(old) is self.cls and _is_own_dict(old) == self.is_own_dict and restorer.reuse(old)
@@ -339,8 +334,8 @@ class _Subclass(Node):
             deque.__init__(target, restorer.items(self.content, ()), self.maxlen)
         else:
             set.clear(target)
-            set.update(target, restorer.items(self.content, ()))
-        if self.fields is not None:
+            set.update(target, restorer.value(self.content, None))
+        if has_attributes(self.cls):
             restorer.fields(target, self.fields)
         return target
 
@@ -368,7 +363,8 @@ def save_subclass(saver: Saver, value: Any) -> Any:
         node.content = [(saver.value(key), saver.value(one)) for key, one in dict.items(value)]
     else:
         base = next(base for base in _BASES if isinstance(value, base))
-        node.content = saver.items(base.__iter__(value))
+        items = saver.items(base.__iter__(value))
+        node.content = Set(set, items) if base is set else items
     if has_attributes(type(value)) and not is_own_dict:
         node.fields = saver.fields(value, node)
     return node
@@ -394,32 +390,32 @@ class Generator(Node):
         return target
 
 
-class _SubGenerator(Generator):
-    """A generator of a subclass, with its attributes."""
+def save_generator(saver: Saver, value: Any) -> Any:
+    return _with_fields(saver, value, Generator(type(value), saver.value(value.bit_generator)))
 
-    __slots__ = ("fields",)
 
-    fields: Fields
+@dataclass(slots=True, eq=False)
+class _WithFields(Node):
+    """An object of a subclass: what the node of its base class restores, and its attributes."""
+
+    base: Node
+    fields: Fields = NOTHING
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        target = Generator.restore(self, restorer, old)
+        target = self.base.restore(restorer, old)
         restorer.begin(self, target)
         restorer.fields(target, self.fields)
         return target
 
-    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield "", self.bits, other.bits
-        yield from compare_fields(self.fields, other.fields)
 
-
-def save_generator(saver: Saver, value: Any) -> Any:
-    bits = saver.value(value.bit_generator)
+def _with_fields(saver: Saver, value: Any, node: Node) -> Any:
+    """Returns the node of a generator, with its attributes if its class has any."""
     if not has_attributes(type(value)):
-        node = saver.memo[id(value)] = Generator(type(value), bits)
-        return node
-    node = saver.memo[id(value)] = _SubGenerator(type(value), bits)
-    node.fields = saver.fields(value, node)
-    return node
+        return saver.remember(value, node)
+    whole = _WithFields(node)
+    saver.remember(value, whole)
+    whole.fields = saver.fields(value, whole)
+    return whole
 
 
 @dataclass(slots=True, eq=False)
@@ -464,24 +460,6 @@ class BitGenerator(Node):
         yield "", (_seed(self.sequence), self.num_spawned), (_seed(other.sequence), other.num_spawned)
 
 
-class _SubBits(BitGenerator):
-    """A bit generator of a subclass, with its attributes."""
-
-    __slots__ = ("fields",)
-
-    fields: Fields
-
-    def restore(self, restorer: Restorer, old: Any) -> Any:
-        target = BitGenerator.restore(self, restorer, old)
-        restorer.begin(self, target)
-        restorer.fields(target, self.fields)
-        return target
-
-    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield from BitGenerator.parts(self, other)
-        yield from compare_fields(self.fields, other.fields)
-
-
 # Copies of seed sequences, each for one bit generator, as spawning changes them. An entry contains both, so
 # that their ids are not reused. A copy is also its own entry, for later states of that generator.
 _copies: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -492,8 +470,7 @@ def _sequence_for(bits: Any, sequence: Any, num_spawned: int) -> Any:
     """Returns a copy of a seed sequence for a bit generator, with this number of spawned children."""
     _, found = _copies.get((id(bits), id(sequence)), (None, None))
     if found is None or found.n_children_spawned != num_spawned:
-        entropy, key, size = _seed(sequence)
-        found = np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=num_spawned)
+        found = _make_sequence(_seed(sequence), num_spawned)
         if len(_copies) >= _MAX_COPIES:
             _copies.clear()
         for each in (sequence, found):
@@ -508,6 +485,11 @@ def _seed(sequence: Any) -> Any:
     return sequence.entropy, sequence.spawn_key, sequence.pool_size
 
 
+def _make_sequence(seed: Any, num_spawned: int) -> Any:
+    entropy, key, size = seed
+    return np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=num_spawned)
+
+
 def save_bits(saver: Saver, value: Any) -> Any:
     sequence = value.seed_seq
     kind = type(sequence)
@@ -517,18 +499,12 @@ def save_bits(saver: Saver, value: Any) -> Any:
         if isinstance(saver.memo.get(id(sequence)), _Seeds):
             raise CannotCopy("its SeedSequence is an attribute, too", _SPAWN)
         saver.sequences.add(id(sequence))
-        sequence, num_spawned = sequence, sequence.n_children_spawned
+        num_spawned = sequence.n_children_spawned
     elif sequence is None or kind is np.random.bit_generator.SeedlessSeedSequence:
         sequence, num_spawned = None, 0
     else:
         raise CannotCopy(f"its seeds are a {name_of(kind)}, which may hold more than NumPy's SeedSequence")
-    arguments = type(value), value.state, sequence, num_spawned
-    if not has_attributes(type(value)):
-        node = saver.memo[id(value)] = BitGenerator(*arguments)
-        return node
-    node = saver.memo[id(value)] = _SubBits(*arguments)
-    node.fields = saver.fields(value, node)
-    return node
+    return _with_fields(saver, value, BitGenerator(type(value), value.state, sequence, num_spawned))
 
 
 _SPAWN = "Give each its own, such as one of SeedSequence.spawn(2)"
@@ -536,35 +512,28 @@ _SPAWN = "Give each its own, such as one of SeedSequence.spawn(2)"
 
 @dataclass(slots=True, eq=False)
 class _Random(Node):
-    """A `random.Random`, with the attributes of a subclass."""
+    """A `random.Random`."""
 
     cls: Any
     state: Any
-    fields: Fields = NOTHING
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         target: Any = old if type(old) is self.cls and restorer.reuse(old) else self.cls.__new__(self.cls)
-        restorer.begin(self, target)
         random.Random.setstate(target, self.state)
-        restorer.fields(target, self.fields, _GAUSS)
         return target
 
 
 def save_random(saver: Saver, value: Any) -> Any:
-    node = _Random(type(value), random.Random.getstate(value))
-    saver.remember(value, node)
-    node.fields = saver.fields(value, node, _GAUSS)  # which is in the state
-    return node
+    return _with_fields(saver, value, _Random(type(value), random.Random.getstate(value)))
 
 
 @dataclass(slots=True, eq=False)
 class _OldRandom(Node):
-    """A `numpy.random.RandomState`: its bit generator, its own state, and the attributes of a subclass."""
+    """A `numpy.random.RandomState`: its bit generator and its own state."""
 
     cls: Any
     bits: Any
     state: Any
-    fields: Fields | None = None
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         before = old._bit_generator if type(old) is self.cls else None
@@ -573,53 +542,31 @@ class _OldRandom(Node):
         if bits is not before or not restorer.reuse(old):
             target = self.cls.__new__(self.cls)
             np.random.RandomState.__init__(target, bits)
-        restorer.begin(self, target)
         target.set_state(self.state)
-        if self.fields is not None:
-            restorer.fields(target, self.fields)
         return target
 
 
 def save_old_random(saver: Saver, value: Any) -> Any:
     node = _OldRandom(type(value), saver.value(value._bit_generator), value.get_state(legacy=False))
-    saver.remember(value, node)
-    if has_attributes(type(value)):
-        node.fields = saver.fields(value, node)
-    return node
+    return _with_fields(saver, value, node)
 
 
-_GAUSS = frozenset({"gauss_next"})
-
-
+@dataclass(slots=True, eq=False)
 class _Seeds(Node):
     """A sequence of seeds that an attribute holds."""
 
-    __slots__ = ("children", "sequence")
-
-    def __init__(self, sequence: Any) -> None:
-        self.sequence = sequence
-        self.children = sequence.n_children_spawned
+    seed: Any
+    num_spawned: int
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        entropy, key, size = _seed(self.sequence)
-        return np.random.SeedSequence(
-            entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
-        )
-
-    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield "", (_seed(self.sequence), self.children), (_seed(other.sequence), other.children)
-
-    def __reduce__(self) -> Any:
-        return _Seeds, (self.restore(Restorer([]), None),)
+        return _make_sequence(self.seed, self.num_spawned)
 
 
 def save_seeds(saver: Saver, value: Any) -> Any:
     """Takes a sequence of seeds, which no generator of the env may have: a generator makes its own anew."""
     if id(value) in saver.sequences:
         raise CannotCopy("it is a SeedSequence that a generator uses, too", _SPAWN)
-    node = _Seeds(value)
-    saver.remember(value, node)
-    return node
+    return saver.remember(value, _Seeds(_seed(value), value.n_children_spawned))
 
 
 # --- Objects of Python classes, and objects with pickle support ------------------------------------------
@@ -645,11 +592,6 @@ class Object(Node):
         restorer.begin(self, target)
         restorer.fields(target, self.fields, _own_names(self.cls) if self.kept is not None else frozenset())
         return target
-
-    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield "", self.cls, other.cls
-        yield "", self.kept, other.kept
-        yield from compare_fields(self.fields, other.fields)
 
 
 def save_object(saver: Saver, value: Any) -> Any:
@@ -730,6 +672,7 @@ class _Reduced(Node):
 
 
 def save_reduced(saver: Saver, value: Any) -> Any:
+    held = dict_of(value)  # first: some protocols differ if nothing has read the `__dict__` yet
     try:
         registered = copyreg.dispatch_table.get(type(value))
         reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
@@ -739,7 +682,6 @@ def save_reduced(saver: Saver, value: Any) -> Any:
         if is_global(value, reduced):
             return value
         raise CannotCopy(f"{name_of(type(value))} can't be copied (no module has it as {reduced})")
-    held = dict_of(value)
     if held is not None:
         saver.check_not_saved(held, value)
     node = _save_parts(saver, value, reduced)
@@ -792,8 +734,8 @@ def save_trusted(saver: Saver, value: Any) -> Any:
     """Takes something that is on no list by its own copy protocol, if the user trusts that."""
     kind = type(value)
     if not isinstance(value, saver.trust):
-        name = None if kind.__reduce__ is object.__reduce__ else _reduce(value)
-        if isinstance(name, str) and is_global(value, name):
+        name = global_name(value)
+        if name is not None and is_global(value, name):
             return value
         raise CannotCopy(
             f"it is a {name_of(kind)}, which jaxvec can't copy exactly",
@@ -803,11 +745,15 @@ def save_trusted(saver: Saver, value: Any) -> Any:
     return save_reduced(saver, value)
 
 
-def _reduce(value: Any) -> Any:
+def global_name(value: Any) -> str | None:
+    """Returns the name that an object's own copy protocol has for it; `None` without one."""
+    if type(value).__reduce__ is object.__reduce__:  # which aborts the process for classes of pybind11
+        return None
     try:
-        return value.__reduce__()
+        name = value.__reduce__()
     except Exception:
         return None
+    return name if isinstance(name, str) else None
 
 
 def name_of(kind: type) -> str:

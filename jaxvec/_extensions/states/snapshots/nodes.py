@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -92,32 +92,16 @@ class CannotCopy(Exception):
         self.path: list[str] = []
 
 
-class TakenAsAWhole(Exception):
-    """A part of `container`, which was saved as a whole, was found elsewhere: its items have to be saved."""
-
-    def __init__(self, container: Any) -> None:
-        super().__init__()
-        self.container = container
+class SaveAgain(Exception):
+    """A part of the snapshot has to be saved differently, as `Saver.walked` and `Saver.first` now say."""
 
 
-class FoundOwner(Exception):
-    """A dict that was saved as one of its own is the `__dict__` of `owner`, which has to be saved first."""
-
-    def __init__(self, owner: Any) -> None:
-        super().__init__()
-        self.owner = owner
-
-
-def save_again(walk: Callable[[dict[int, Any]], _T], walked: set[int]) -> _T:
+def save_again(walk: Callable[[dict[int, Any]], _T]) -> _T:
     """Calls `walk` with objects to save first, until no part of the snapshot has to be saved differently."""
     first: dict[int, Any] = {}
     while True:
-        try:
+        with suppress(SaveAgain):
             return walk(first)
-        except TakenAsAWhole as error:
-            walked.add(id(error.container))
-        except FoundOwner as error:
-            first[id(dict_of(error.owner))] = error.owner
 
 
 class Node:
@@ -132,7 +116,11 @@ class Node:
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         """Yields pairs to compare with another node of this class, each after a suffix of the path."""
         for name in type(self).__slots__:
-            yield "", getattr(self, name), getattr(other, name)
+            one, its = getattr(self, name), getattr(other, name)
+            if name == "fields":
+                yield from compare_fields(one, its)
+            else:
+                yield "", one, its
 
 
 class _Kept(Node):
@@ -287,7 +275,7 @@ class Saver:
     Attributes:
         memo: Nodes by the `id` of their objects; at first those of an env's wrappers and the env.
         shared: Nodes that all snapshots of the env share.
-        walked: Ids of containers that must not be saved as a whole.
+        walked: Ids of containers that must not be saved as a whole; `None` for all.
         trust: Classes to copy by their own protocol.
         inside: Containers that were saved as a whole, each with the ids of the containers in it.
         open: Ids of the tuples that are being saved.
@@ -304,8 +292,8 @@ class Saver:
         memo: dict[int, Any],
         shared: Shared,
         *,
-        walked: frozenset[int] | set[int] = frozenset(),
-        first: dict[int, Any] | None = None,
+        walked: set[int] | None,
+        first: dict[int, Any],
         trust: tuple[type, ...] = (),
         lenient: bool = False,
     ) -> None:
@@ -317,7 +305,7 @@ class Saver:
         self.open: set[int] = set()
         self.sequences: set[int] = set()
         self.owners: dict[int, Any] = {}
-        self.first = first or {}
+        self.first = first
         self.scopes: set[int] = set()
         self.memo = memo
         self.shared = shared
@@ -354,8 +342,7 @@ class Saver:
         if id(held) in self.owners:
             raise CannotCopy("its __dict__ is that of another object, too")
         self.check_not_saved(held, owner)
-        if self.inside:
-            self.check_not_inside(held)
+        self.check_not_inside((id(held),))
         self.owners[id(held)] = node
 
     def check_not_saved(self, held: Any, owner: Any) -> None:
@@ -363,13 +350,19 @@ class Saver:
         if id(held) in self.memo:
             if id(held) in self.first:
                 raise CannotCopy("its __dict__ is found elsewhere, too")
-            raise FoundOwner(owner)
+            self.first[id(held)] = owner
+            raise SaveAgain
 
-    def check_not_inside(self, value: Any) -> None:
-        """Starts the snapshot anew if a value is a part of a container that was taken as a whole."""
+    def can_take(self, container: Any) -> bool:
+        """Returns whether a container may be saved as a whole."""
+        return self.walked is not None and id(container) not in self.walked
+
+    def check_not_inside(self, numbers: Iterable[int]) -> None:
+        """Starts the snapshot anew if one of these ids is of an object in a container taken as a whole."""
         for parts, container in self.inside:
-            if id(value) in parts:
-                raise TakenAsAWhole(container)
+            if self.walked is not None and not parts.isdisjoint(numbers):
+                self.walked.add(id(container))
+                raise SaveAgain
 
     def fields(self, owner: Any, node: Any, without: frozenset[str] = frozenset()) -> Fields:
         """Returns the attributes of an object with this node."""

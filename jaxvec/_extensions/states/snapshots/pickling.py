@@ -56,7 +56,9 @@ def _map_file(
     filename: str, nbytes: int, offset: int, start: int, shape: Any, dtype: Any, strides: Any
 ) -> Any:
     whole = np.memmap(filename, np.uint8, "r", offset, (nbytes,))
-    return np.ndarray.__new__(np.memmap, shape, dtype, whole, start, strides)
+    part = np.ndarray.__new__(np.memmap, shape, dtype, whole, start, strides)
+    part.__array_finalize__(whole)  # gives it the name of the file and the mode
+    return part
 
 
 def _reduce_constant(value: Any) -> Any:
