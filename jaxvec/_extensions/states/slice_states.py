@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -88,16 +88,10 @@ class SliceStates(SliceExtension):
         If a number remains, nothing was saved.
         """
         indices = slots - self._first
-        if not self._unproved.isdisjoint(indices.tolist()):
-            return
-        with self._evicting(), suppress(BaseException):
-            states: list[SlotState] = []
-            for slot in slots.tolist():
-                self._running[0] = slot + 1
-                states.append(self._states.save(slot - self._first, slot))
-            self._table.add(self._numbers[indices].tolist(), states)
-            self._numbers[indices] = 0
-        self._running[0] = 0
+        if self._unproved.isdisjoint(indices.tolist()):
+            with suppress(BaseException):
+                self.save(slots.tolist(), self._numbers[indices].tolist(), int(self._oldest[0]))
+                self._numbers[indices] = 0
 
     def try_restore(self, slots: NDArray[Any]) -> None:
         """Restores the states with the numbers in the segment, and sets these numbers to 0.
@@ -105,15 +99,10 @@ class SliceStates(SliceExtension):
         If a number remains, some envs may be restored. The request then restores all.
         """
         indices = slots - self._first
-        numbers = self._numbers[indices].tolist()
-        with self._evicting(), suppress(BaseException):
-            if self._table.missing(numbers):
-                return
-            for slot, number in zip(slots.tolist(), numbers, strict=True):
-                self._running[0] = slot + 1
-                self._states.restore(slot - self._first, self._table[number])
-            self._numbers[indices] = 0
-        self._running[0] = 0
+        with suppress(BaseException):
+            sources = self._numbers[indices].tolist()
+            if self.restore(slots.tolist(), sources, int(self._oldest[0]), None) is None:
+                self._numbers[indices] = 0
 
     def try_simulate(self, slots: NDArray[Any]) -> None:
         """Steps copies of envs as the segment specifies at the one slot, and sets its number there to 0.
@@ -129,9 +118,6 @@ class SliceStates(SliceExtension):
         with suppress(BaseException):
             self._simulate(before.tolist(), after, actions, int(self._oldest[0]), rows, after % len(rows[0]))
             self._numbers[index] = 0
-
-    def _evicting(self) -> AbstractContextManager[None]:
-        return self._table.evicting(int(self._oldest[0]))
 
     # --- Requests ---------------------------------------------------------------------------------
 
@@ -149,11 +135,14 @@ class SliceStates(SliceExtension):
             try:
                 for slot in slots:
                     index = slot - self._first
+                    self._running[0] = slot + 1
                     if index in self._unproved:
                         self._prove(slot)
                     states.append(self._states.save(index, slot))
             except BaseException as error:
                 raise EnvFailure(slot, "save") from error
+            finally:
+                self._running[0] = 0
             self._table.add(numbers, states)
 
     def restore(
@@ -177,6 +166,7 @@ class SliceStates(SliceExtension):
             slot = slots[0]
             try:
                 for slot, source in zip(slots, sources, strict=True):
+                    self._running[0] = slot + 1
                     if isinstance(source, int):
                         state = self._table[source]
                     else:
@@ -185,6 +175,7 @@ class SliceStates(SliceExtension):
             except BaseException as error:
                 raise EnvFailure(slot, "restore") from error
             finally:
+                self._running[0] = 0
                 self._received.clear()
             if rows is not None:
                 self._slice.rows.put(np.array(slots) - self._first, rows)
