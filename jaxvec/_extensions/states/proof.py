@@ -159,12 +159,9 @@ def _repeat(state: EnvState, parts: Sequence[Recording], name: str) -> None:
 
 
 def _value(result: Any) -> Any:
-    walked: set[int] = set()
-
-    def walk(first: dict[int, Any]) -> Any:
-        return nodes.Saver(find, {}, {}, walked=walked, first=first, lenient=True).value(result)
-
-    return nodes.save_again(walk)
+    return nodes.save_again(
+        lambda first: nodes.Saver(find, {}, {}, walked=None, first=first, lenient=True).value(result)
+    )
 
 
 def _reset(env: Any, seed: int) -> None:

@@ -12,6 +12,7 @@ import array
 import copy
 import ctypes
 import mmap
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,22 +25,19 @@ from jaxvec._memory.large_buffers import PrivateMemory
 _ARRAY_CLASSES = (np.ndarray, np.recarray, np.matrix)
 
 
+@dataclass(slots=True, eq=False)
 class Array(Node):
     """An array that has its own memory. The native code knows this class and its slot."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    array: Any
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         return _copy(self.array)
 
 
+@dataclass(slots=True, eq=False)
 class _View(Node):
     """An array in the memory of `owner`, or a record in it if `shape` is None."""
-
-    __slots__ = ("dtype", "kind", "offset", "owner", "shape", "strides", "writeable")
 
     owner: Any
     kind: type
@@ -75,15 +73,14 @@ class _View(Node):
         return view
 
 
+@dataclass(slots=True, eq=False)
 class _Objects(Node):
     """An array of Python objects that has its own memory; `items` are in the order of that memory."""
 
-    __slots__ = ("axes", "items", "shape", "writeable")
-
     shape: tuple[int, ...]
     axes: tuple[int, ...]
-    items: list[Any]
     writeable: bool
+    items: list[Any] = field(default_factory=list)
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         inverse = np.argsort(self.axes) if self.axes else ()
@@ -98,13 +95,11 @@ class _Objects(Node):
         return new
 
 
+@dataclass(slots=True, eq=False)
 class _DType(Node):
     """A dtype with fields; their names can be changed."""
 
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = dtype
+    dtype: Any
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         is_same = isinstance(old, np.dtype) and old == self.dtype and restorer.reuse(old)
@@ -120,15 +115,13 @@ def _copy_dtype(dtype: Any) -> Any:
     return copy.copy(dtype) if dtype.names else dtype
 
 
+@dataclass(slots=True, eq=False)
 class _Buffer(Node):
     """The memory of a `bytearray`, an `array.array` or an object of ctypes that owns it."""
 
-    __slots__ = ("content", "kind", "typecode")
-
-    def __init__(self, value: Any) -> None:
-        self.kind = type(value)
-        self.typecode = value.typecode if isinstance(value, array.array) else None
-        self.content = bytes(memoryview(value).cast("B"))
+    kind: Any
+    typecode: str | None
+    content: bytes
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         if type(old) is not self.kind or _nbytes(old) != len(self.content) or not restorer.reuse(old):
@@ -142,10 +135,9 @@ class _Buffer(Node):
         return old
 
 
+@dataclass(slots=True, eq=False)
 class _MemoryView(Node):
     """A contiguous `memoryview` of an array or of a buffer."""
-
-    __slots__ = ("format", "nbytes", "offset", "owner", "readonly", "shape")
 
     owner: Any
     offset: int
@@ -161,13 +153,11 @@ class _MemoryView(Node):
         return view.toreadonly() if self.readonly else view
 
 
+@dataclass(slots=True, eq=False)
 class _Foreign(Node):
     """An array in memory of another library: restoring writes into that memory."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    array: Any
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         foreign = isinstance(old, np.ndarray) and not owner_of(old).flags.owndata
@@ -221,7 +211,8 @@ def save_buffer(saver: Saver, value: Any) -> Any:
     """Takes a `bytearray`, an `array.array` or an object of ctypes."""
     if isinstance(value, CData) and not _owns_memory(value):
         raise CannotCopy("it is an object of ctypes that holds pointers or does not own its memory")
-    return saver.remember(value, _Buffer(value))
+    typecode = value.typecode if isinstance(value, array.array) else None
+    return saver.remember(value, _Buffer(type(value), typecode, bytes(memoryview(value).cast("B"))))
 
 
 def save_memoryview(saver: Saver, value: memoryview) -> Any:
@@ -235,13 +226,15 @@ def save_memoryview(saver: Saver, value: memoryview) -> Any:
         raise CannotCopy("it is a memoryview of an array that is not contiguous")
     if value.format not in {*"cbBhHiIlLqQnNfd?P"}:  # those that `memoryview.cast` accepts
         raise CannotCopy(f"it is a memoryview of the format {value.format!r}")
-    node = _MemoryView()
-    saver.remember(value, node)
-    node.owner = saver.value(owner)
-    node.offset = address_of(value) - address_of(owner)
-    node.nbytes, node.format, node.readonly = value.nbytes, value.format, value.readonly
-    node.shape = tuple(value.shape or ())
-    return node
+    node = _MemoryView(
+        owner=saver.value(owner),
+        offset=address_of(value) - address_of(owner),
+        nbytes=value.nbytes,
+        format=value.format,
+        shape=tuple(value.shape or ()),
+        readonly=value.readonly,
+    )
+    return saver.remember(value, node)
 
 
 # --- The memory behind an array -----------------------------------------------------------------------------
@@ -303,19 +296,21 @@ def _save_part(saver: Saver, value: Any) -> Any:
     return _Foreign(_copy(value))
 
 
-def _save_view(saver: Saver, value: Any, owner: Any) -> Any:
-    node = _View()
+def _save_view(saver: Saver, value: Any, owner: Any) -> _View:
     if isinstance(owner, np.ndarray):
         if owner.dtype != object and owner.dtype.hasobject:
             raise CannotCopy("it is in an array of records with Python objects in them")
         if not _is_dense(owner):
             raise CannotCopy("it is in an array whose memory has gaps")
-    node.owner = saver.value(owner)
-    node.kind, node.dtype = type(value), _copy_dtype(value.dtype)
-    node.shape, node.strides = value.shape, value.strides
-    node.offset = value.__array_interface__["data"][0] - address_of(owner)
-    node.writeable = value.flags.writeable
-    return node
+    return _View(
+        owner=saver.value(owner),
+        kind=type(value),
+        dtype=_copy_dtype(value.dtype),
+        shape=value.shape,
+        strides=value.strides,
+        offset=value.__array_interface__["data"][0] - address_of(owner),
+        writeable=value.flags.writeable,
+    )
 
 
 def _save_objects(saver: Saver, value: Any) -> Any:
@@ -323,9 +318,8 @@ def _save_objects(saver: Saver, value: Any) -> Any:
         raise CannotCopy("it is an array of records with Python objects in them")
     if not _is_dense(value):
         raise CannotCopy("it is an array of Python objects whose memory has gaps")
-    node = _Objects()
+    node = _Objects(value.shape, _axes(value), value.flags.writeable)
     saver.remember(value, node)
-    node.shape, node.axes, node.writeable = value.shape, _axes(value), value.flags.writeable
     node.items = saver.items(value.transpose(node.axes).reshape(-1).tolist())
     return node
 

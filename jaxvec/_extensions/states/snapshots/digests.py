@@ -231,7 +231,7 @@ class DigestTaker:
         elif isinstance(value, enum.Enum):
             self._class(kind)
             self._value(value._name_ or value._value_)
-        elif node_types.is_ordinary(kind, value):
+        elif node_types.is_ordinary(kind):
             self._class(kind)
             self._value([(name, self._save(held)) for name, held in sorted(attributes_of(value).items())])
         elif hasattr(kind, "__array__"):
@@ -309,7 +309,7 @@ def _is_value(value: Any) -> bool:
     kind = type(value)
     if kind is object or kind in ATOMS:
         return kind is not object
-    rule: SaveFunction = SAVE_FUNCTIONS.get(kind) or snapshot.find(kind, value)
+    rule: SaveFunction = SAVE_FUNCTIONS.get(kind) or snapshot.find(kind)
     return rule in _RULES_OF_VALUES
 
 

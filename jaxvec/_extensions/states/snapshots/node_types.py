@@ -191,7 +191,8 @@ class _List(Node):
 
 
 def save_list(saver: Saver, value: list[Any]) -> Any:
-    saver.check_not_inside((id(value),))
+    if saver.inside:
+        saver.check_not_inside((id(value),))
     if len(value) > LARGE and (plain := save_plain(saver, value)) is not None:
         return saver.remember(value, plain)
     node = _List()
@@ -261,7 +262,8 @@ class _Attributes(Node):
 
 def save_dict(saver: Saver, value: dict[Any, Any]) -> Any:
     number = id(value)
-    saver.check_not_inside((number,))
+    if saver.inside:
+        saver.check_not_inside((number,))
     if number in saver.first:
         saver.value(saver.first[number])
         if (node := saver.memo.get(number)) is not None:
@@ -297,7 +299,8 @@ class Set(Node):
 
 
 def save_set(saver: Saver, value: Any) -> Any:
-    saver.check_not_inside((id(value),))
+    if saver.inside:
+        saver.check_not_inside((id(value),))
     if saver.can_take(value) and all(map(_is_leaf, value)):
         return saver.remember(value, Plain(value.copy()))
     return saver.remember(value, Set(type(value), saver.items(value)))
@@ -625,30 +628,29 @@ def save_logger(saver: Saver, value: Any) -> Any:
 _COPYING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__", "__copy__")
 
 
-def is_ordinary(kind: type, value: Any) -> bool:
+def is_ordinary(kind: type) -> bool:
     """Returns whether all that an object holds is in its attributes.
 
     The attributes are exact even if the class defines how it is copied, as `EzPickle` does. A class with its
     own `__reduce__` is not ordinary: wrappers of C libraries have it, for memory that is in no attribute.
     """
-    if kind.__new__ is not object.__new__ or not has_attributes(type(value)):
+    if kind.__new__ is not object.__new__ or not has_attributes(kind):
         return False
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return False
     return not holds_more(kind)
 
 
+@dataclass(slots=True, eq=False)
 class _Reduced(Node):
     """An object that is rebuilt as by pickle, from the result of `__reduce_ex__`."""
 
-    __slots__ = ("arguments", "function", "items", "pairs", "setter", "state")
-
     function: Any
-    arguments: list[Any]
-    state: Any
-    items: list[Any]
-    pairs: list[tuple[Any, Any]]
     setter: Any
+    arguments: list[Any] = field(default_factory=list)
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         target = self.function(*restorer.items(self.arguments, ()))
@@ -695,7 +697,7 @@ def _save_parts(saver: Saver, value: Any, reduced: tuple[Any, ...]) -> Any:
     function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
     if id(value) in saver.open:
         raise CannotCopy("it contains itself: it is made of an object that refers to it")
-    node = _Reduced()
+    node = _Reduced(function, setter)
     saver.remember(reduced, node)  # keeps the temporary state alive, and so its id
     saver.open.add(id(value))
     try:
@@ -703,7 +705,6 @@ def _save_parts(saver: Saver, value: Any, reduced: tuple[Any, ...]) -> Any:
     finally:
         saver.open.discard(id(value))
     saver.remember(value, node)
-    node.function, node.setter = function, setter
     node.state = saver.value(state)
     node.items = saver.items(items or ())
     node.pairs = saver.pairs(dict(pairs or ()))

@@ -6,7 +6,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -100,8 +100,10 @@ def save_again(walk: Callable[[dict[int, Any]], _T]) -> _T:
     """Calls `walk` with objects to save first, until no part of the snapshot has to be saved differently."""
     first: dict[int, Any] = {}
     while True:
-        with suppress(SaveAgain):
+        try:
             return walk(first)
+        except SaveAgain:
+            continue
 
 
 class Node:
@@ -269,48 +271,38 @@ SaveFunction: TypeAlias = Callable[["Saver", Any], Any]
 SAVE_FUNCTIONS: dict[type, SaveFunction] = {}
 
 
+@dataclass(slots=True, eq=False)
 class Saver:
     """Saves one snapshot. Each object has one node, so aliases stay aliases.
 
     Attributes:
+        find: Returns the function that saves a class that `SAVE_FUNCTIONS` lacks.
         memo: Nodes by the `id` of their objects; at first those of an env's wrappers and the env.
         shared: Nodes that all snapshots of the env share.
         walked: Ids of containers that must not be saved as a whole; `None` for all.
+        first: Objects to save before their `__dict__`, by its id.
         trust: Classes to copy by their own protocol.
+        lenient: Whether objects that can't be copied become `KEPT` instead of an error.
         inside: Containers that were saved as a whole, each with the ids of the containers in it.
         open: Ids of the tuples that are being saved.
         sequences: Ids of the seed sequences of generators.
         owners: Nodes of objects by the id of their `__dict__`.
-        first: Objects to save before their `__dict__`, by its id.
         scopes: Ids of the globals of functions.
-        lenient: Whether objects that can't be copied become `KEPT` instead of an error.
     """
 
-    def __init__(
-        self,
-        find: Callable[[type, Any], SaveFunction],
-        memo: dict[int, Any],
-        shared: Shared,
-        *,
-        walked: set[int] | None,
-        first: dict[int, Any],
-        trust: tuple[type, ...] = (),
-        lenient: bool = False,
-    ) -> None:
-        """Starts a snapshot; `find` returns the function that saves a class that `SAVE_FUNCTIONS` lacks."""
-        self._find = find
-        self.walked = walked
-        self.trust = trust
-        self.inside: list[tuple[frozenset[int], Any]] = []
-        self.open: set[int] = set()
-        self.sequences: set[int] = set()
-        self.owners: dict[int, Any] = {}
-        self.first = first
-        self.scopes: set[int] = set()
-        self.memo = memo
-        self.shared = shared
-        self.lenient = lenient
-        self._alive: list[Any] = []  # keeps the ids in `memo` from being reused
+    find: Callable[[type], SaveFunction]
+    memo: dict[int, Any]
+    shared: Shared
+    walked: set[int] | None
+    first: dict[int, Any]
+    trust: tuple[type, ...] = ()
+    lenient: bool = False
+    inside: list[tuple[frozenset[int], Any]] = field(default_factory=list)
+    open: set[int] = field(default_factory=set)
+    sequences: set[int] = field(default_factory=set)
+    owners: dict[int, Any] = field(default_factory=dict)
+    scopes: set[int] = field(default_factory=set)
+    _alive: list[Any] = field(default_factory=list)  # keeps the ids in `memo` from being reused
 
     def value(self, value: Any) -> Any:
         """Returns an atom unchanged, and the node of any other value."""
@@ -322,7 +314,7 @@ class Saver:
             return node
         taking = SAVE_FUNCTIONS.get(kind)
         if taking is None:
-            taking = SAVE_FUNCTIONS[kind] = self._find(kind, value)
+            taking = SAVE_FUNCTIONS[kind] = self.find(kind)
         if not self.lenient:
             return taking(self, value)
         try:
@@ -342,7 +334,8 @@ class Saver:
         if id(held) in self.owners:
             raise CannotCopy("its __dict__ is that of another object, too")
         self.check_not_saved(held, owner)
-        self.check_not_inside((id(held),))
+        if self.inside:
+            self.check_not_inside((id(held),))
         self.owners[id(held)] = node
 
     def check_not_saved(self, held: Any, owner: Any) -> None:

@@ -30,9 +30,14 @@ _ids: Any = cloudpickle  # its registry of classes that were pickled by value ha
 _definitions: WeakKeyDictionary[type, bytes] = WeakKeyDictionary()
 
 
-def dumps(value: Any) -> bytes:
-    """Pickles a value; `pickle.loads` restores it without a change to any class, function or module."""
-    return _dump(value, ())
+def dumps(value: Any, defining: tuple[type, ...] = ()) -> bytes:
+    """Pickles a value; `pickle.loads` restores it without a change to any class, function or module.
+
+    `defining` are classes with a definition that is being pickled, the innermost last.
+    """
+    buffer = io.BytesIO()
+    _StatePickler(buffer, defining).dump(value)
+    return buffer.getvalue()
 
 
 def _reduce_memmap(value: Any) -> Any:
@@ -92,18 +97,8 @@ def _dump_apart(value: Any) -> tuple[memoryview, list[memoryview]]:
     return buffer.getbuffer(), [array.raw() for array in arrays]
 
 
-def _dump(value: Any, defining: tuple[type, ...]) -> bytes:
-    buffer = io.BytesIO()
-    _StatePickler(buffer, defining).dump(value)
-    return buffer.getvalue()
-
-
 class _StatePickler(Pickler):
-    """Pickles references to classes and functions.
-
-    Attributes:
-        defining: Classes with a definition that is being pickled, the innermost last.
-    """
+    """Pickles references to classes and functions."""
 
     def __init__(self, file: io.BytesIO, defining: tuple[type, ...], take_buffer: Any = None) -> None:
         super().__init__(file, 5, buffer_callback=take_buffer)
@@ -140,7 +135,7 @@ class _StatePickler(Pickler):
             return None
         found = _definitions.get(kind)
         if found is None:
-            found = _dump(kind, (*self._defining, kind))
+            found = dumps(kind, (*self._defining, kind))
             if not self._defining:  # else it may lack the definition of a class around it
                 _definitions[kind] = found
         return found

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import array
 import enum
+import io
 import itertools
+import logging
+import mmap
 import operator
 import pathlib
 import random
 import re
 import struct
+import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,7 +26,6 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from io import BytesIO, StringIO
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -70,50 +73,60 @@ def _save_array_spec(saver: Saver, value: Any) -> Any:
     return value
 
 
-# Rules for classes of other libraries and their subclasses, by module and name: that avoids importing them.
-_NAMED: dict[str, SaveFunction] = {
-    "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": _save_kept,
-    "mujoco.renderer.Renderer": _save_kept,
-    "pygame.font.Font": save_font,
-    "pygame.freetype.Font": save_font,
-    "pygame.time.Clock": _save_kept,
+# Rules for classes and their subclasses. Names avoid importing other libraries.
+_RULES: dict[type | str, SaveFunction] = {
+    type: save_atom,
+    BaseException: node_types.save_exception,
+    enum.Enum: node_types.save_single,
+    re.Pattern: save_atom,
+    random.Random: node_types.save_random,
+    arrays.CData: arrays.save_buffer,
     "_thread.lock": functions.save_lock,
     "_thread.RLock": functions.save_lock,
-    "logging.Logger": node_types.save_logger,
-    "dm_env.specs.Array": _save_array_spec,
-    "jaxlib._jax.ArrayImpl": save_atom,
-    "jaxlib.xla_extension.ArrayImpl": save_atom,
-    "pygame.surface.Surface": save_picture,
+    logging.Logger: node_types.save_logger,
+    np.dtype: arrays.save_dtype,
+    np.ndarray: arrays.save_array,
+    np.memmap: arrays.save_memmap,
+    np.ufunc: functions.save_ufunc,
+    np.random.Generator: node_types.save_generator,
+    np.random.BitGenerator: node_types.save_bits,
+    np.random.RandomState: node_types.save_old_random,
+    gymnasium.Space: node_types.save_space,
+    "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": _save_kept,
+    "mujoco.renderer.Renderer": _save_kept,
     "mujoco._structs.MjModel": save_model,
     "mujoco._structs.MjData": save_data,
     "dm_control.mujoco.engine.Physics": save_physics,
+    "dm_env.specs.Array": _save_array_spec,
     "ale_py._ale_py.ALEInterface": save_ale,
+    "jaxlib._jax.ArrayImpl": save_atom,
+    "jaxlib.xla_extension.ArrayImpl": save_atom,
+    "pygame.font.Font": save_font,
+    "pygame.freetype.Font": save_font,
+    "pygame.surface.Surface": save_picture,
+    "pygame.time.Clock": _save_kept,
     "pyspiel.Game": save_atom,
     "pyspiel.GameType": save_atom,
     "pyspiel.State": node_types.save_game_state,
     "_io._IOBase": _refuse("an open file"),
-    "io.IOBase": _refuse("an open file"),
-    "mmap.mmap": _refuse("a mapped file"),
-    "numpy.memmap": arrays.save_memmap,
-    "numpy.core.memmap.memmap": arrays.save_memmap,  # of NumPy 1
+    io.IOBase: _refuse("an open file"),
+    mmap.mmap: _refuse("a mapped file"),
     "_socket.socket": _refuse("a socket"),
-    "threading.Thread": _refuse("a thread"),
+    threading.Thread: _refuse("a thread"),
     "subprocess.Popen": _refuse("a process"),
     "multiprocessing.process.BaseProcess": _refuse("a process"),
-    "builtins.generator": _refuse("a generator"),
+    types.GeneratorType: _refuse("a generator"),
 }
 
 
 # Classes with an exact copy protocol: they are immutable, or it covers everything that they hold.
 _EXACT: tuple[type, ...] = (
-    *(slice, BytesIO, StringIO, Decimal, Fraction, UUID, date, datetime, time, timedelta, timezone),
+    *(slice, io.BytesIO, io.StringIO, Decimal, Fraction, UUID, date, datetime, time, timedelta, timezone),
     *(OrderedDict, defaultdict, Counter, partial, itertools.count, itertools.cycle, itertools.repeat),
     *(operator.itemgetter, operator.attrgetter, operator.methodcaller),
     *(pathlib.PosixPath, pathlib.PurePosixPath, *map(type, (iter([]), iter(()), iter(range(0)), iter("")))),
 )
-_EXACT_NAMES = (  # in other libraries
-    *("pygame.rect.Rect", "pygame.color.Color", "pygame.math.Vector2", "pygame.math.Vector3"),
-)
+_EXACT_NAMES = ("pygame.rect.Rect", "pygame.color.Color", "pygame.math.Vector2", "pygame.math.Vector3")
 
 
 SAVE_FUNCTIONS.update(
@@ -135,6 +148,7 @@ SAVE_FUNCTIONS.update(
         types.MappingProxyType: functions.save_mapping_proxy,
         np.random.SeedSequence: node_types.save_seeds,
         SimpleNamespace: node_types.save_object,
+        object: save_atom,
         np.void: arrays.save_record,
         np.record: arrays.save_record,
         bytearray: arrays.save_buffer,
@@ -146,40 +160,16 @@ SAVE_FUNCTIONS.update(
 )
 
 
-def find(kind: type, value: Any) -> SaveFunction:
+def find(kind: type) -> SaveFunction:
     """Returns the function that saves values of a new class."""
     for base in kind.__mro__:
-        named = _NAMED.get(f"builtins.{node_types.name_of(base)}") or _NAMED.get(node_types.name_of(base))
-        if named is not None:
-            return named
-    if issubclass(kind, enum.Enum):
-        return node_types.save_single
-    if kind is object or issubclass(kind, (type, re.Pattern)):
-        return save_atom
-    if issubclass(kind, np.dtype):
-        return arrays.save_dtype
-    if issubclass(kind, np.ufunc):
-        return functions.save_ufunc
-    if issubclass(kind, gymnasium.Space):
-        return node_types.save_space
-    if issubclass(kind, np.random.Generator):
-        return node_types.save_generator
-    if issubclass(kind, np.random.BitGenerator):
-        return node_types.save_bits
-    if issubclass(kind, np.random.RandomState):
-        return node_types.save_old_random
-    if issubclass(kind, random.Random):
-        return node_types.save_random
-    if issubclass(kind, np.ndarray):
-        return arrays.save_array
-    if issubclass(kind, arrays.CData):
-        return arrays.save_buffer
-    if node_types.is_ordinary(kind, value):
+        rule = _RULES.get(base) or _RULES.get(node_types.name_of(base))
+        if rule is not None:
+            return rule
+    if node_types.is_ordinary(kind):
         return node_types.save_object
     if node_types.is_subclass_of_container(kind):
         return node_types.save_subclass
-    if issubclass(kind, BaseException):
-        return node_types.save_exception
     is_immutable = issubclass(kind, _IMMUTABLE) and not has_attributes(kind)
     if is_immutable or node_types.name_of(kind) in _EXACT_NAMES:
         return node_types.save_reduced
