@@ -156,18 +156,12 @@ class StatefulEnv:
                 f"cannot move a {name} to another process: it can't be compared there: {error}. {ADVICE}"
             ) from error
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The names of the classes of the wrappers, outermost first, and of the env, as they are now."""
-        self._update_layers()
-        return self._kinds
-
     def check_fit(self, state: EnvState) -> None:
         """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
-        kinds = self.kinds
-        if state.kinds != kinds:
+        self._update_layers()
+        if state.kinds != self._kinds:
             raise EnvStateError(
-                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(kinds)}; "
+                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(self._kinds)}; "
                 "restore it into an env that the same function made"
             )
 
@@ -231,7 +225,7 @@ class StatefulEnv:
         self._kinds = tuple(map(_name_of, self._classes))
         base = self._layers[-1]
         methods = _own_methods(type(base))
-        # The user's functions that save and restore, and what they take: functions the env with its wrappers.
+        # The user's functions or methods that save and restore, and the env that they take.
         self._own: tuple[StateFunctions, Any] | None = None
         if self._functions is not None:
             self._own = self._functions, self.env
@@ -239,9 +233,9 @@ class StatefulEnv:
             self._own = methods, base
         # The incremental snapshot covers attributes only.
         self._incremental = IncrementalSnapshot(self._layers) if self._own is None else None
-        self._nodes: dict[int, Any] = dict(
-            zip(map(id, self._layers), nodes.layer_nodes(len(self._layers)), strict=True)
-        )
+        self._nodes: dict[int, Any] = {
+            id(layer): nodes.layer_node(number) for number, layer in enumerate(self._layers)
+        }
 
     def _update_layers(self) -> None:
         # User code may insert and remove wrappers, and change the class of an env.

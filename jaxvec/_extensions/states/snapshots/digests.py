@@ -16,7 +16,7 @@ import marshal
 import sys
 import types
 import weakref
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -307,13 +307,11 @@ class DigestTaker:
 def _is_value(value: Any) -> bool:
     """Returns whether programs compare objects of this class by their content, not by identity."""
     kind = type(value)
-    if kind is object or kind in ATOMS:
-        return kind is not object
-    rule: SaveFunction = SAVE_FUNCTIONS.get(kind) or snapshot.find(kind)
-    return rule in _RULES_OF_VALUES
+    rule = save_atom if kind in ATOMS else SAVE_FUNCTIONS.get(kind) or snapshot.find(kind)
+    return kind is not object and rule in _RULES_OF_VALUES
 
 
-_RULES_OF_VALUES: tuple[Callable[[Saver, Any], Any], ...] = (
+_RULES_OF_VALUES: tuple[SaveFunction, ...] = (
     *(node_types.save_list, node_types.save_dict, node_types.save_tuple, node_types.save_set),
     *(arrays.save_array, node_types.save_reduced, save_atom),
 )

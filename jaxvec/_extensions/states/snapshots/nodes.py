@@ -426,10 +426,9 @@ class _Layer(Node):
         return restorer.layers[self.number]
 
 
-def layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: B006
-    while len(known) < count:
-        known.append(_Layer(len(known)))
-    return known[:count]
+@cache
+def layer_node(number: int) -> _Layer:
+    return _Layer(number)
 
 
 def excluded_fields(layer: Any) -> frozenset[str]:
