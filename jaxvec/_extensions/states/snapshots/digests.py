@@ -216,8 +216,8 @@ class DigestTaker:
         if isinstance(value, np.ndarray):
             # A stride without a second item has no effect.
             strides = [step for step, size in zip(value.strides, value.shape, strict=True) if size > 1]
-            self._write(repr(value.dtype), value.shape, strides if value.size else [])
-            self._write(value.flags.writeable, value.tobytes())
+            self._write(repr(value.dtype), value.shape, strides if value.size else [], value.flags.writeable)
+            self._hash.update(value.tobytes())  # `marshal` would copy them once more
         elif isinstance(value, types.CodeType):
             names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
             self._write(value.co_name, value.co_firstlineno, value.co_code, names)
