@@ -85,7 +85,7 @@ if sys.version_info >= (3, 13):
 
 
 def map_buffers(descriptor: int, places: Sequence[Place]) -> list[memoryview]:
-    """Maps the memory in a worker, and returns these buffers; keeps the descriptor if `map_again` needs it."""
+    """Maps the memory in a worker, and returns these buffers; keeps a descriptor that `map_again` needs."""
     size = max(place.offset + place.nbytes for place in places)
     shared = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
     private = memoryview(mmap.mmap(descriptor, size, **_PRIVATE))
