@@ -1,6 +1,7 @@
 """Checks and conversions of seeds, masks, reset options, env ids and actions.
 
-Most take values on the host. Some also work at trace time, for `callbacks/_operands.py`.
+Actions and declared reset options are checked in the same way for the host and for programs. What differs is
+their `Conversion`: to NumPy's arrays here, and to JAX's, traced or not, in `callbacks/_operands.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,53 +152,6 @@ def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]
 RowName: TypeAlias = Callable[[int], str]
 
 
-def check_on_host(
-    spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = False, name_row: RowName = "env {}".format
-) -> list[NDArray[Any]]:
-    """Returns the leaves of a batch of actions, each `[num_envs, ...]`, in the order of the spec.
-
-    For a `Dict` space, `action` may also be a tuple or list with one dict per env. Values are cast as by
-    `cast_rows`. Raises an `ActionError` that names the leaf.
-    """
-    return _check_batch(spec.action, action, num_envs, exact=exact, name_row=name_row)
-
-
-def check_options(
-    spec: PoolSpec, options: Any, num_envs: int, check: Callable[[Node, Any], list[T]], ones: Callable[..., T]
-) -> list[T]:
-    """Returns the leaves of declared reset options, in the order of `spec.option_leaves`; `[]` for `None`.
-
-    `check` returns the leaves `[num_envs, ...]` of a value, and `ones` makes arrays.
-
-    Raises:
-        TypeError: The pool has no declared options.
-        ValueError: They have the wrong structure, shape, dtype or range. The message names the leaf.
-    """
-    if options is None:
-        return []
-    if spec.reset_options is None:
-        raise TypeError("reset_options: declare them with make(reset_options=spaces.Dict(...)) first")
-    with _as_value_error():
-        return [*check(spec.reset_options, options), ones(num_envs, np.bool_)]
-
-
-@contextmanager
-def _as_value_error() -> Generator[None]:
-    """Turns the errors of actions into those of reset options."""
-    try:
-        yield
-    except ActionError as error:
-        raise ValueError(str(error)) from None
-
-
-def options_on_host(
-    spec: PoolSpec, options: Any, num_envs: int, *, name_row: RowName = "env {}".format
-) -> list[NDArray[Any]]:
-    """Returns the leaves of declared reset options; see `check_options`."""
-    check = partial(_check_batch, num_envs=num_envs, one_for_all=True, name_row=name_row)
-    return check_options(spec, options, num_envs, check, np.ones)
-
-
 def cast_rows(
     leaf: Leaf, array: NDArray[Any], name_row: RowName = "env {}".format, *, exact: bool = False
 ) -> NDArray[Any]:
@@ -220,6 +174,75 @@ def cast_rows(
         return stored
     row, value = place * len(array) // array.size, array.flat[place].item()
     raise ActionError(f"{leaf}: {value} for {name_row(row)} doesn't fit into {leaf.stored}")
+
+
+class Conversion(NamedTuple):
+    """How the values of a batch become arrays.
+
+    Attributes:
+        as_array: Returns a value as an array; raises `TypeError`, `ValueError` or `OverflowError` if it is
+            none.
+        cast: Returns an array `[n, ...]` in the leaf's stored dtype, as `cast_rows` does.
+        ones: As `numpy.ones`.
+        advice: What to do about a wrong shape, after the error.
+    """
+
+    as_array: Callable[[Any], Any]
+    cast: Callable[[Leaf, Any, RowName], Any]
+    ones: Callable[..., Any] = np.ones
+    advice: str = ""
+
+
+HOST = Conversion(np.asarray, cast_rows)
+EXACT = Conversion(np.asarray, partial(cast_rows, exact=True))  # rejects floats that would be rounded
+
+
+def check_action(
+    spec: PoolSpec,
+    action: Any,
+    num_envs: int,
+    name_row: RowName = "env {}".format,
+    conversion: Conversion = HOST,
+) -> list[Any]:
+    """Returns the leaves of a batch of actions, each `[num_envs, ...]`, in the order of the spec.
+
+    For a `Dict` space, `action` may also be a tuple or list with one dict per env. Raises an `ActionError`
+    that names the leaf.
+    """
+    return _check_batch(spec.action, action, num_envs, name_row, conversion)
+
+
+def check_options(
+    spec: PoolSpec,
+    options: Any,
+    num_envs: int,
+    name_row: RowName = "env {}".format,
+    conversion: Conversion = HOST,
+) -> list[Any]:
+    """Returns the leaves of declared reset options, in the order of `spec.option_leaves`; `[]` for `None`.
+
+    The options are a pytree of the declared space with leaves `[num_envs, ...]`, or `[...]` for all envs.
+
+    Raises:
+        TypeError: The pool has no declared options.
+        ValueError: They have the wrong structure, shape, dtype or range. The message names the leaf.
+    """
+    if options is None:
+        return []
+    if spec.reset_options is None:
+        raise TypeError("reset_options: declare them with make(reset_options=spaces.Dict(...)) first")
+    with _as_value_error():
+        found = _check_batch(spec.reset_options, options, num_envs, name_row, conversion, one_for_all=True)
+        return [*found, conversion.ones(num_envs, np.bool_)]
+
+
+@contextmanager
+def _as_value_error() -> Generator[None]:
+    """Turns the errors of actions into those of reset options."""
+    try:
+        yield
+    except ActionError as error:
+        raise ValueError(str(error)) from None
 
 
 def cast_operands(spec: PoolSpec, arrays: Sequence[NDArray[Any]], name_row: RowName) -> list[NDArray[Any]]:
@@ -247,28 +270,33 @@ def _check_batch(
     node: Node,
     batch: Any,
     num_envs: int,
-    *,
-    exact: bool = False,
-    one_for_all: bool = False,
     name_row: RowName,
-) -> list[NDArray[Any]]:
+    conversion: Conversion,
+    *,
+    one_for_all: bool = False,
+) -> list[Any]:
     """Returns the leaves of a batch; with `one_for_all`, a leaf without env axis is for each env."""
 
-    def check(leaf: Leaf, value: Any) -> NDArray[Any]:
+    def check(leaf: Leaf, value: Any) -> Any:
         if leaf.is_object:
             return _objects(leaf, value, num_envs)
         shape = (num_envs, *leaf.shape)
         if type(value) is np.ndarray and value.dtype == leaf.stored and value.shape == shape:
-            return value
-        try:
-            array = np.asarray(value)
-        except ValueError as error:
-            raise _unexpected(leaf, shape, "a ragged sequence") from error
-        if one_for_all and array.shape == leaf.shape:
-            array = np.broadcast_to(array, shape)
-        if array.shape != shape or not castable(array.dtype, leaf):
-            raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}")
-        return cast_rows(leaf, array, name_row, exact=exact)
+            array: Any = value
+        else:
+            try:
+                array = conversion.as_array(value)
+            except (TypeError, ValueError, OverflowError) as error:
+                is_ragged = isinstance(error, ValueError)
+                got = "a ragged sequence" if is_ragged else f"{type(value).__name__}: {error}"
+                raise _unexpected(leaf, shape, got) from error
+            if one_for_all and array.shape == leaf.shape:
+                xp = np if isinstance(array, np.ndarray) else array.__array_namespace__()
+                array = xp.broadcast_to(array, shape)
+            if array.shape != shape or not castable(array.dtype, leaf):
+                advice = conversion.advice if array.shape != shape else f"; cast it by .astype({leaf.stored})"
+                raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}{advice}")
+        return conversion.cast(leaf, array, name_row)
 
     if isinstance(node, DictNode) and isinstance(batch, (tuple, list)):
         # One sample per env. Not supported for a `Tuple` space, where samples and a batch can look alike.

@@ -206,8 +206,8 @@ class VectorEnv:
                 print(obs.shape, reward)  # (2, 4) [1. 1.]
             ```
         """
-        actions = _arguments.check_on_host(self.spec, action, self.num_envs)
-        actions += _arguments.options_on_host(self.spec, reset_options, self.num_envs)
+        actions = _arguments.check_action(self.spec, action, self.num_envs)
+        actions += _arguments.check_options(self.spec, reset_options, self.num_envs)
         rows = self._pool.step(self._pool.move_all(Verb.STEP, Caller.HOST), actions, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
@@ -225,8 +225,8 @@ class VectorEnv:
         """
         slots = _arguments.check_env_id(env_id, self.num_envs)
         batch: dict[str, Any] = {"num_envs": len(slots), "name_row": lambda row: f"env {slots[row]}"}
-        actions = _arguments.check_on_host(self.spec, action, **batch)
-        actions += _arguments.options_on_host(self.spec, reset_options, **batch)
+        actions = _arguments.check_action(self.spec, action, **batch)
+        actions += _arguments.check_options(self.spec, reset_options, **batch)
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
     @_on_host
@@ -330,7 +330,7 @@ class VectorEnv:
             ```
         """
         ids = _spec.check_states(state)
-        actions = _arguments.check_on_host(self.spec, action, len(ids), name_row="state {}".format)
+        actions = _arguments.check_action(self.spec, action, len(ids), name_row="state {}".format)
         ids, rows = pool_states.simulate(self._pool, ids, actions, deliver=self._deliver)
         return EnvState(ids), self.spec.build_timestep(rows)
 

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options, options_on_host
+from jaxvec._arguments import NO_SEED, Options, check_options, expand_options, merge_options
 from jaxvec._dispatch.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status, select_whole
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
@@ -180,7 +180,7 @@ class Pool:
             seeds: Seeds `[n]` int64, with `NO_SEED` for an env without one; `None` for no seeds.
             mask: Array `[n]` bool, True for the envs to reset, which must not be pending. `None` resets all
                 envs, and drops the results of pending ones.
-            options: Options for the envs' `reset`, see `expand_options`, or `options_on_host` if they are
+            options: Options for the envs' `reset`, see `expand_options`, or `check_options` if they are
                 declared.
         """
         options, declared = self._parse_options(options, move.slots)
@@ -355,7 +355,7 @@ class Pool:
         """Returns the options for the control sockets, and those for the segment if they are declared."""
         if self.spec.reset_options is None:
             return expand_options(options, slots, self.spec.num_envs), ()
-        return None, options_on_host(self.spec, options, len(slots), name_row=lambda row: f"env {slots[row]}")
+        return None, check_options(self.spec, options, len(slots), name_row=lambda row: f"env {slots[row]}")
 
     def _changes_options(self, options: Options, slots: NDArray[Any]) -> bool:
         """Returns True if the workers may hold other reset options than these for some of `slots`."""

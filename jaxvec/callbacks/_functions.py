@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec._arguments import check_ids, find_first
+from jaxvec._arguments import check_action, check_ids, check_options, find_first
 from jaxvec._dispatch.move import Verb
 from jaxvec._spec import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
@@ -21,15 +21,7 @@ from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _primitive
 from jaxvec.callbacks._call import Call, Operand
 from jaxvec.callbacks._handle import Handle, check_handle
-from jaxvec.callbacks._operands import (
-    as_array,
-    check_action,
-    declared_options,
-    mask_array,
-    row_name,
-    seed_words,
-    types_of,
-)
+from jaxvec.callbacks._operands import PROGRAM, as_array, mask_array, row_name, seed_words, types_of
 
 if TYPE_CHECKING:
     import chex  # only for types: its import fails where no folder for temporary files is writable
@@ -144,8 +136,8 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
         ```
     """
     spec = check_handle(handle, "step")
-    rows: Any = handle.num_envs, row_name(handle.token)
-    operands = [*check_action(spec, action, *rows), *declared_options(spec, reset_options, *rows)]
+    rows: Any = handle.num_envs, row_name(handle.token), PROGRAM
+    operands = [*check_action(spec, action, *rows), *check_options(spec, reset_options, *rows)]
     token, *leaves = _bind(Verb.STEP, handle, *operands, arguments=types_of(operands))
     return handle.next(token), spec.build_timestep(leaves)
 
@@ -186,8 +178,8 @@ def send(handle: Handle, action: Any, env_id: Any = None, *, reset_options: Any 
     if not np.can_cast(ids.dtype, np.int32):  # an id out of range must not wrap to another env's
         low = -1 if ids.dtype.kind == "i" else 0
         ids = (jnp if isinstance(ids, jax.Array) else np).clip(ids, low, _MAX_ID)
-    rows: Any = ids.size, row_name(ids)
-    operands = [*check_action(spec, action, *rows), *declared_options(spec, reset_options, *rows)]
+    rows: Any = ids.size, row_name(ids), PROGRAM
+    operands = [*check_action(spec, action, *rows), *check_options(spec, reset_options, *rows)]
     (token,) = _bind(Verb.SEND, handle, *operands, ids.astype(np.int32), arguments=types_of(operands))
     return handle.next(token)
 
@@ -454,7 +446,7 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
     else:
         raise _not_a_pool("simulate", envs)
     spec = check_handle(handle, "simulate")
-    actions = check_action(spec, action, len(ids), "state {}".format)
+    actions = check_action(spec, action, len(ids), "state {}".format, PROGRAM)
     ids, *rows = _bind(Verb.SIMULATE, handle, ids, *actions, arguments=types_of(actions))
     return EnvState(ids), spec.build_timestep(rows)
 
@@ -475,7 +467,7 @@ def bind_reset(handle: Handle, seed: Any, mask: Any, options: Any, **fields: Any
     spec, num_envs = check_handle(handle, "reset"), handle.num_envs
     given: list[Any] = []
     if spec.reset_options is not None:
-        given, options = declared_options(spec, options, num_envs, row_name(handle.token)), None
+        given, options = check_options(spec, options, num_envs, row_name(handle.token), PROGRAM), None
     words, masked = seed_words(seed, num_envs), mask is not None
     operands = words, mask_array(mask, num_envs), *given
     fields |= {"extra": dumps((options, masked)), "arguments": types_of(given)}

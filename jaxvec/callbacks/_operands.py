@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,32 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from numpy.typing import NDArray
 
-from jaxvec._arguments import (
-    NO_SEED,
-    RowName,
-    cast_rows,
-    castable,
-    check_mask,
-    check_options,
-    expand_seeds,
-    flatten,
-)
-from jaxvec._errors import ActionError
-from jaxvec._spec import Leaf, Node, PoolSpec
-
-
-def check_action(spec: PoolSpec, action: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
-    """Returns the action's leaves, `[num_envs, ...]`, in the order of the spec."""
-    return _check_batch(spec.action, action, num_envs, name_row)
-
-
-def declared_options(spec: PoolSpec, options: Any, num_envs: int, name_row: RowName) -> list[jax.Array]:
-    """Returns the operands for reset options, none for `None`.
-
-    The options are a pytree of the declared space with leaves `[num_envs, ...]`, or `[...]` for all envs.
-    """
-    check = partial(_check_batch, num_envs=num_envs, name_row=name_row, one_for_all=True)
-    return check_options(spec, options, num_envs, check, jnp.ones)
+from jaxvec._arguments import NO_SEED, Conversion, RowName, cast_rows, check_mask, expand_seeds
+from jaxvec._spec import Leaf
 
 
 def row_name(ids: Any) -> RowName:
@@ -57,34 +32,12 @@ def types_of(operands: Sequence[Any]) -> tuple[tuple[tuple[int, ...], np.dtype[A
     return tuple((operand.shape[1:], np.dtype(operand.dtype)) for operand in operands)
 
 
-def _check_batch(
-    node: Node, batch: Any, num_envs: int, name_row: RowName, *, one_for_all: bool = False
-) -> list[jax.Array]:
-    """Returns the leaves in their stored dtype; integers that may not fit are left to the call."""
-
-    def check(leaf: Leaf, value: Any) -> jax.Array:
-        try:
-            array = as_array(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
-        shape = (num_envs, *leaf.shape)
-        xp = np if isinstance(array, np.ndarray) else jnp
-        if one_for_all and array.shape == leaf.shape:
-            array = xp.broadcast_to(array, shape)
-        if array.shape != shape:
-            raise ActionError(
-                f"{leaf}: got shape {array.shape}, expected {shape}, env axis first; under vmap and "
-                "shard_map, split the handle like the action"
-            )
-        if not castable(array.dtype, leaf):
-            hint = f"cast it with .astype(jnp.{leaf.stored})"
-            raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")
-        if isinstance(array, np.ndarray):
-            return jnp.asarray(cast_rows(leaf, array, name_row))
-        may_wrap = leaf.stored.kind in "iu" and not np.can_cast(array.dtype, leaf.stored)
-        return array if may_wrap else array.astype(leaf.stored)
-
-    return flatten(node, batch, check)
+def _cast(leaf: Leaf, array: Any, name_row: RowName) -> jax.Array:
+    """Returns an array in the leaf's stored dtype; integers that may not fit are left to the call."""
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(cast_rows(leaf, array, name_row))
+    may_wrap = leaf.stored.kind in "iu" and not np.can_cast(array.dtype, leaf.stored)
+    return array if may_wrap else array.astype(leaf.stored)
 
 
 def as_array(value: Any) -> jax.Array | NDArray[Any]:
@@ -96,6 +49,11 @@ def as_array(value: Any) -> jax.Array | NDArray[Any]:
         if array.dtype.kind in "biuf":
             return array
     return jnp.asarray(value)
+
+
+PROGRAM = Conversion(
+    as_array, _cast, jnp.ones, "; under vmap and shard_map, split the handle like the action"
+)
 
 
 def seed_words(seed: Any, num_envs: int) -> jax.Array:

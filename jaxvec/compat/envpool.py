@@ -25,7 +25,7 @@ from gymnasium.envs import registration
 from numpy.typing import NDArray
 
 import jaxvec
-from jaxvec._arguments import NO_SEED, check_env_id, check_ids, check_mask, check_on_host, expand_seeds
+from jaxvec._arguments import NO_SEED, check_action, check_env_id, check_ids, check_mask, expand_seeds
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
@@ -231,7 +231,7 @@ class EnvPool(ABC):
         if self.is_async or env_id is not None:
             self.send(action, env_id)
             return self.recv()
-        actions = check_on_host(self.vector_env.spec, action, len(self))
+        actions = check_action(self.vector_env.spec, action, len(self))
         rows = self._pool.step(self._pool.move_all(Verb.STEP), actions)
         return self._finish(rows, None, reset=False)
 
@@ -251,9 +251,7 @@ class EnvPool(ABC):
         """
         action, env_id = split(action, env_id)
         ids = self._check_ids(env_id)
-        actions = check_on_host(
-            self.vector_env.spec, action, len(ids), name_row=lambda row: f"env {ids[row]}"
-        )
+        actions = check_action(self.vector_env.spec, action, len(ids), name_row=lambda row: f"env {ids[row]}")
         self._pool.send(self._pool.move_all(Verb.SEND), ids, actions)
         if not self.is_async:
             self._sent += ids.tolist()

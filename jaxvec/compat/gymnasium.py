@@ -28,7 +28,7 @@ from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 
 from jaxvec import _start, _vector_env
-from jaxvec._arguments import check_on_host, expand_seeds
+from jaxvec._arguments import EXACT, check_action, expand_seeds
 from jaxvec._dispatch.move import Caller, Verb
 from jaxvec._envs.constructors import load_from_main
 from jaxvec._errors import (
@@ -259,7 +259,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     def _check_actions(self, actions: Any) -> tuple[Sequence[Any], bool]:
         """Returns a batch of actions for `Pool.send`, and whether it holds one object per env."""
         try:
-            return check_on_host(self.pool.spec, actions, self.num_envs, exact=True), False
+            return check_action(self.pool.spec, actions, self.num_envs, conversion=EXACT), False
         except ActionError:
             # Gymnasium passes actions outside the space to the envs, which decide what to do with them.
             each = list(iterate(self.action_space, actions))

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _util
-from jaxvec._arguments import check_on_host, expand_seeds
+from jaxvec._arguments import EXACT, check_action, expand_seeds
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._memory.segment import Copies, Rows
@@ -333,7 +333,7 @@ def _check_actions(spec: PoolSpec, actions: Any) -> tuple[list[Any], bool]:
     # A batch is one action per env. For nested spaces, jaxvec's format is another: one array per leaf.
     if isinstance(spec.action, Leaf):
         try:
-            return check_on_host(spec, actions, spec.num_envs, exact=True), False
+            return check_action(spec, actions, spec.num_envs, conversion=EXACT), False
         except ActionError:
             pass
     each = list(actions)

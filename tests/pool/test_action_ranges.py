@@ -140,7 +140,7 @@ def test_constants_beyond_32_bits_are_refused_when_traced(make):
             jax.jit(lambda handle, action=action: jaxvec.step(handle, action))(handle)
         with pytest.raises(jaxvec.ActionError, match="action: 4294967297 for env 1 doesn't fit into uint8"):
             jaxvec.step(handle, action)
-    with pytest.raises(jaxvec.ActionError, match="action: expected an array, got list: .*too large"):
+    with pytest.raises(jaxvec.ActionError, match="action: expected uint8 of shape .*; got list: .*too large"):
         jaxvec.step(handle, [[1], [2**70]])
 
 

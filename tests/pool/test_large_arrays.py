@@ -88,7 +88,7 @@ class InAnObject(Looking):
 @pytest.mark.parametrize("way", ["argument", "config", "list", "object"])
 def test_envs_share_an_argument_until_they_write_to_it(make, start_method, way):
     mine, workers = table(), jaxvec.Workers(num=2, start_method=start_method)
-    options = dict(workers=workers, on_fault="restart")
+    options = {"workers": workers, "on_fault": "restart"}
     if way == "argument":
         envs = make(Looking, 6, table=mine, **options)
     elif way == "config":

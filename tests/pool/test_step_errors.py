@@ -202,10 +202,13 @@ def test_a_handle_without_its_pool_says_so(jit):
 
 
 WRONG = {
-    "too few envs": (jnp.ones(2, int), r"action: .*\(2,\).*\(3.*env axis first"),
+    "too few envs": (jnp.ones(2, int), r"action: .*\(3,\), env axis first; got .*\(2,\)"),
     "no env axis": (jnp.int32(1), r"action"),
     "another axis": (jnp.ones((3, 1), int), r"action"),
-    "float": (jnp.ones(3), "action: expected int32, got float32"),
+    "float": (
+        jnp.ones(3),
+        r"action: expected int32 of shape \(3,\), env axis first; got float32 of shape \(3,\); cast it by",
+    ),
     "tuple": ((ONES, ONES), "action"),
     "dict": ({"a": ONES}, "action"),
     "none": (None, "action"),
@@ -300,6 +303,22 @@ def test_on_the_host_each_env_may_have_its_own_sample(make, env):
         one.recv(),
         other.step(concatenate(space, [samples[i] for i in (1, 2, 0)], create_empty_array(space, 3))),
     )
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+def test_in_a_program_each_env_may_have_its_own_sample(make, how):
+    one, other = (make(NestedEnv, 2, backend="serial") for _ in range(2))
+    space = one.single_action_space
+    space.seed(0)
+    samples = [space.sample() for _ in range(2)]
+    batched = concatenate(space, samples, create_empty_array(space, 2))
+    handle, _ = jaxvec.reset(one, seed=0)
+    other.reset(seed=0)
+    step = jax.jit(jaxvec.step) if how == "jit" else jaxvec.step
+    _, timestep = step(handle, jax.tree.map(jnp.asarray, samples))
+    expected = other.step(batched)
+    jax.tree.map(np.testing.assert_array_equal, timestep.obs["last"], expected.obs["last"])
+    np.testing.assert_array_equal(timestep.reward, expected.reward)
 
 
 def test_a_wrong_sample_names_its_place(make):
@@ -414,7 +433,9 @@ def test_messages_are_in_our_words_and_short(envs):
     handle, _ = jaxvec.reset(envs)
     with pytest.raises(jaxvec.ActionError) as caught:
         jaxvec.step(handle, jnp.zeros(4, int))
-    assert str(caught.value).startswith("action: got shape (4,), expected (3,), env axis first")
+    assert str(caught.value).startswith(
+        "action: expected int32 of shape (3,), env axis first; got int32 of shape (4,); under vmap"
+    )
     with pytest.raises(TypeError) as mixed:  # JAX's own, which names the handle
         jax.lax.scan(lambda carry, _: (carry.token, None), handle, length=1)
     assert "PoolSpec of 3 envs" in repr(handle)
