@@ -15,9 +15,11 @@ import subprocess
 import sys
 import warnings
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkouts import STOIX
+from checkouts import PAGES, STOIX
+from gymnasium.envs.classic_control import CartPoleEnv
 
 from jaxvec.compat.stoix import EnvFactory
 
@@ -63,6 +65,41 @@ def test_it_returns_what_stoix_s_factory_does(theirs):
     assert ends > truncations > 0
     ours.close()
     reference.close()
+
+
+def first_step(make, actions, **kwargs):
+    envs = make("CartPole-v1", **kwargs)(2)
+    envs.reset(seed=[1, 2])
+    return envs.step(actions)
+
+
+# Programs that end otherwise with Stoix's factory than with ours, as the page of docs/porting/ lists them.
+DIFFERENT = {
+    "reads `step_type` of a reset": lambda make: make("CartPole-v1")(2).reset(seed=[1, 2]).step_type,
+    "reads `step_type` of a truncation": lambda make: (
+        first_step(make, np.zeros(2, int), max_episode_steps=1).step_type
+    ),
+    "reads the dtype of rewards": lambda make: first_step(make, np.zeros(2, int)).reward.dtype,
+    "reads the names in `extras`": lambda make: sorted(first_step(make, np.zeros(2, int)).extras),
+    "passes an array of JAX": lambda make: first_step(make, jnp.zeros(2, int)).observation.shape,
+    "passes a class as the task": lambda make: make(CartPoleEnv)(2).reset(seed=[1, 2]).observation.shape,
+}
+
+
+def outcome(program, make):
+    try:
+        return f"`{program(make)}`"
+    except Exception:
+        return "error"
+
+
+def test_the_page_has_the_programs_that_differ(theirs):
+    lines = ["| a program that | stoix | jaxvec |", "| --- | --- | --- |"]
+    for name, program in DIFFERENT.items():
+        reference, ours = outcome(program, theirs.GymnasiumFactory), outcome(program, EnvFactory)
+        assert reference != ours, name
+        lines.append(f"| {name} | {reference} | {ours} |")
+    assert "\n".join(lines) in (PAGES / STOIX.page).read_text()
 
 
 PROGRAM = """
