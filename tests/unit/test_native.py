@@ -16,7 +16,7 @@ SOURCES = HERE.parents[2] / "jaxvec" / "_native"
 PROGRAMS = {
     "dispatch_stress": ["dispatch"],
     "engine_stress": ["dispatch", "engine"],
-    "call_stress": ["dispatch", "pool", "call", "cuda", "interrupts", "fake_cuda"],
+    "call_stress": ["dispatch", "engine", "call", "cuda", "interrupts", "fake_cuda"],
 }
 SANITIZERS = {
     "thread": ["-O1", "-fsanitize=thread"],

@@ -96,7 +96,7 @@ struct Setup {
   std::vector<std::atomic<bool>> released = std::vector<std::atomic<bool>>(kSlots);
   std::vector<int64_t> stops = {2, 4, 6}, sent = std::vector<int64_t>(kSlots), due = sent;
   uint32_t num_sent = 0;
-  std::shared_ptr<Pool> pool;
+  std::shared_ptr<Engine> engine;
   std::vector<std::thread> workers;
 
   Setup() {
@@ -116,9 +116,9 @@ struct Setup {
     plan.num_sent = &num_sent;
     plan.due = due.data();
     plan.needs_reset = needs_reset.data();
-    pool = std::make_shared<Pool>(plan);
-    pool->state.open = pool->state.devices = 1;
-    publish(1, pool);
+    engine = std::make_shared<Engine>(plan);
+    engine->state.open = engine->state.devices = 1;
+    publish(1, engine);
     for (uint32_t w = 0; w < kWorkers; ++w) workers.emplace_back(&Setup::work, this, w);
   }
 
@@ -349,9 +349,9 @@ void one_by_one(Setup& setup, void* stream) {
       check_rows(recv, row, id);
     }
   }
-  setup.pool->state.open = 0;
+  setup.engine->state.open = 0;
   expect_refusals(setup, setup.step({4, 1, 2}, 0), {{"a pool that is closed", [](Request&) {}}}, stream);
-  setup.pool->state.open = 1;
+  setup.engine->state.open = 1;
   set_python(nullptr);
   Request stale = step;
   check(stale.call(stream) == "the Python interpreter has ended", "an answer of nobody");
@@ -403,8 +403,8 @@ void all_at_once(Setup& setup) {
     kill(getpid(), SIGINT);
     while (running > 0 && told == before) std::this_thread::yield();
     // As Python's own verbs, which hold no handle.
-    if (setup.pool->enter(nullptr, 0, true, 1'000'000)) setup.pool->wait_for_copies();
-    setup.pool->leave();
+    if (setup.engine->enter(nullptr, 0, true, 1'000'000)) setup.engine->wait_for_copies();
+    setup.engine->leave();
   }
   for (std::thread& program : programs) program.join();
   check(handed_over > 0 && told > 0, "nothing was tried");
