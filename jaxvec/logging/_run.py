@@ -315,6 +315,7 @@ class Run:
             params: Pytree for other programs, the item `params` of the checkpoint. Empty arrays are None.
         """
         jax.effects_barrier()  # waits for the last log
+        began = time.perf_counter()
         packed = np.zeros(0, np.uint8)
         if envs is not None:
             with suppress(EnvStateError):  # an env has a state that cannot be saved
@@ -329,7 +330,10 @@ class Run:
         }
         if self._writes:
             self._write_checkpoint(sizes, padded, leaves, params)
-        self._saved_at = time.perf_counter()
+        now = time.perf_counter()
+        if self._first and self._saved_at < 0:  # it imports Orbax, which says nothing about the time left
+            self._first = self._first[0], self._first[1] + now - began
+        self._saved_at = now
 
     def _write_checkpoint(self, sizes: Any, padded: Any, leaves: dict[str, Any], params: Any) -> None:
         """Writes what all processes have; `padded` has the packed envs of each, uint8 `[num, longest]`."""

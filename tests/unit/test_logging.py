@@ -550,6 +550,24 @@ def test_the_progress_line_shows_the_time_left(tmp_path, capsys, monkeypatch, se
     assert second.endswith(f"mean return -0.12346  {text} left")
 
 
+def test_the_time_left_does_not_count_the_first_save(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxvec.logging._run._PRINT_INTERVAL", -np.inf)
+    run, clock = Run(tmp_path, total_steps=4000), [0.0]
+    run._start = 0.0
+    monkeypatch.setattr("jaxvec.logging._run.time.perf_counter", lambda: clock[0])
+
+    def write(*_):
+        clock[0] += 100
+
+    monkeypatch.setattr(run, "_write_checkpoint", write)
+    for step in 1000, 2000, 3000:
+        clock[0] += 10
+        run._log(step, {"episode_return": 1.0})
+        run.save({"weights": np.zeros(2)})
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("  ")[2] for line in shown[1:]] == ["20 s left", "1 min left"]
+
+
 COMPILING = """
 import signal, sys
 import jax, jax.numpy as jnp
