@@ -18,7 +18,7 @@ import pytest
 from gymnasium import spaces
 from jax._src.interpreters import mlir
 from support.ahead_of_time import ImageEnv
-from support.probe import Packing, Verb, _call, _operands
+from support.probe import Packing, Verb, _call, _operands, check_action
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -96,7 +96,7 @@ def test_the_callback_steps_the_pool(make, tpu, env):
     action = jax.tree.map(np.asarray, envs.action_space.sample())
     lower(jaxvec.step, handle, action)
     (callback,) = tpu.callbacks
-    leaves = _operands.check_action(handle.spec, action, 2, str)
+    leaves = check_action(handle.spec, action, 2, str, _operands.PROGRAM)
     transferred = callback(packed(handle, *leaves))
     packing = Packing.of(_call.Call(Verb.STEP, handle.spec, "io_callback").results(2))
     token, *rows = packing.views([np.asarray(array) for array in transferred])

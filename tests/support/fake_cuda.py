@@ -12,7 +12,7 @@ import cloudpickle
 import jax
 import numpy as np
 import pytest
-from support.probe import Packing, Verb, _call, _ffi, _native, _operands, pinned, pool_of
+from support.probe import Packing, Verb, _call, _ffi, _native, _operands, check_action, pinned, pool_of
 
 SOURCES = Path(__file__).resolve().parent / "native"
 ILLEGAL_ADDRESS = 700
@@ -123,7 +123,9 @@ class Gpu:
         return self.call(Verb.SEND, operands, arguments=_operands.types_of(leaves))[0]
 
     def _leaves(self, action, rows):
-        return [np.asarray(leaf) for leaf in _operands.check_action(self.envs.spec, action, rows, str)]
+        return [
+            np.asarray(leaf) for leaf in check_action(self.envs.spec, action, rows, str, _operands.PROGRAM)
+        ]
 
     def recv(self, token):
         """As `reset`."""

@@ -15,6 +15,7 @@ import psutil
 
 import jaxvec
 from jaxvec import _errors, _native, _settings, _stats, _tracing, _util
+from jaxvec._arguments import check_action
 from jaxvec._backends.ray import backend as ray_backend
 from jaxvec._backends.remote import host, link, wire
 from jaxvec._backends.remote.host import WorkerHost
