@@ -19,7 +19,15 @@ import psutil
 import pytest
 from support import disasters, probe, recycling, state_game
 from support.disasters import DEATHS, FAILURES, SleepingEnv, failing, wait_until, within
-from support.elsewhere import Parented, compare, parents, play_in_order, sample_actions, scan
+from support.elsewhere import (
+    Parented,
+    compare,
+    faults_until_20_steps_after,
+    parents,
+    play_in_order,
+    sample_actions,
+    scan,
+)
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -186,18 +194,9 @@ def test_a_host_killed_during_a_compiled_loop_is_replaced(make_at_hosts, spare_h
     handle, _ = jaxvec.reset(envs)
     one, same, other, last = parents(envs)
     assert one == same != other == last
-
-    def go_on(carry):
-        handle, faults, after = carry
-        handle, timestep = jaxvec.step(handle, jnp.zeros(4, int))
-        faults = faults + timestep.info["fault"]
-        return handle, faults, after + faults.any()
-
-    loop = partial(jax.lax.while_loop, lambda carry: carry[2] < 20, go_on)
-    program = lambda: jax.block_until_ready(jax.jit(loop)((handle, jnp.zeros(4, int), 0)))  # noqa: E731
+    program = partial(faults_until_20_steps_after, handle)
     outcome = run_and_kill_a_host(envs, program, lambda: os.kill(other, signal.SIGKILL))
-    _, faults, _ = outcome.result()
-    assert faults.tolist() == [0, 0, 1, 1]
+    assert outcome.result().tolist() == [0, 0, 1, 1]
     assert [worker.restarts for worker in envs.stats().workers] == [0, 0, 1, 1]
     first, second, third, fourth = parents(envs)
     assert first == second == one

@@ -23,7 +23,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from support import disasters, padded, probe
 from support.disasters import DEATHS, GatedEnv, failing, wait_until, within
-from support.elsewhere import assert_equal, compare, sample_actions, scan
+from support.elsewhere import assert_equal, compare, faults_until_20_steps_after, sample_actions, scan
 from support.pool_machine import PoolMachine
 from support.probe import link as _link
 from support.probe import pool_of, ray_backend, wire
@@ -329,23 +329,13 @@ def test_a_node_killed_during_a_compiled_loop_is_replaced(make_on_ray, cluster, 
     envs = make_on_ray(CountingEnv, 4, backend=jaxvec.Ray(2, ON_STAGE), on_fault="restart")
     completed = probe.array(envs, "completed")
     handle, _ = jaxvec.reset(envs)
-
-    def go_on(carry):
-        handle, faults, after = carry
-        handle, timestep = jaxvec.step(handle, jnp.zeros(4, int))
-        faults = faults + timestep.info["fault"]
-        return handle, faults, after + faults.any()
-
-    loop = partial(jax.lax.while_loop, lambda carry: carry[2] < 20, go_on)
-    program = lambda: jax.block_until_ready(jax.jit(loop)((handle, jnp.zeros(4, int), 0)))  # noqa: E731
-    outcome = disasters.Background(program)
+    outcome = disasters.Background(partial(faults_until_20_steps_after, handle))
     before = completed.copy()
     wait_until(lambda: (completed > before + 20).all())
     cluster.remove_node(nodes[0], allow_graceful=False)
     spare = cluster.add_node(num_cpus=1, resources={"stage": 1}, object_store_memory=100 * 2**20)
     try:
-        _, faults, _ = outcome.result(90)
-        assert sorted(faults.tolist()) == [0, 0, 1, 1]
+        assert sorted(outcome.result(90).tolist()) == [0, 0, 1, 1]
         assert envs.stats().total.restarts == 1
         envs.close()
     finally:

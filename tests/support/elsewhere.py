@@ -7,6 +7,7 @@ import signal
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 from gymnasium.vector import SyncVectorEnv
@@ -52,6 +53,19 @@ def scan(envs, actions):
     handle, first = jaxvec.reset(envs, seed=7)
     _, rest = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)
     return first, rest
+
+
+def faults_until_20_steps_after(handle):
+    """Steps envs in a compiled loop until 20 steps after the first fault; returns each env's faults."""
+
+    def go_on(carry):
+        handle, faults, after = carry
+        handle, timestep = jaxvec.step(handle, jnp.zeros(len(faults), int))
+        faults = faults + timestep.info["fault"]
+        return handle, faults, after + faults.any()
+
+    loop = jax.jit(partial(jax.lax.while_loop, lambda carry: carry[2] < 20, go_on))
+    return np.asarray(loop((handle, jnp.zeros(handle.num_envs, int), 0))[1])
 
 
 def assert_equal(one, other):
