@@ -16,6 +16,7 @@ from gymnasium import spaces
 from support.probe import StatefulEnv, prove
 
 import jaxvec
+from jaxvec._memory import large_buffers
 
 SIZE = 64 << 20  # bytes
 
@@ -106,6 +107,53 @@ def test_envs_share_an_argument_until_they_write_to_it(make, start_method, way):
     os.kill(envs.stats().workers[0].process.pid, signal.SIGKILL)
     assert envs.step([1] * 6).info["fault"].tolist() == [True] * 3 + [False] * 3
     assert envs.step([5] * 6).obs[:, 0].tolist() == [5, 5, 5, -1, 5, 5]
+
+
+class Several(Looking):
+    def __init__(self, **arrays):
+        self.arrays = arrays
+        super().__init__(arrays["first"])
+
+    def step(self, action):
+        for array in self.arrays.values():
+            array.reshape(-1, order="A").view(np.uint8)[action] ^= 0xFF
+        return super().step(action)
+
+
+def test_each_of_several_arguments_is_itself(make):
+    random = np.random.default_rng(0)
+    sent = {
+        "first": random.random(1 << 17),
+        "fortran": np.asfortranarray(random.random((500, 300))),
+        "same": np.zeros(1 << 18, np.float32),
+        "pixels": random.integers(256, size=(3, 700, 600), dtype=np.uint8),
+        "records": np.zeros(100_000, [("id", np.int64), ("price", np.float32)]),
+        "small": random.random(9),
+    }
+    sent["records"]["id"] = np.arange(100_000)
+    envs = make(Several, 4, num_workers=2, **sent)
+    envs.reset()
+    envs.step([1, 1, 2, 3])
+    for action, got in zip([1, 1, 2, 3], envs.get_attr("arrays"), strict=True):
+        for name, array in sent.items():
+            expected = array.copy(order="K")
+            expected.reshape(-1, order="A").view(np.uint8)[action] ^= 0xFF
+            assert got[name].tobytes(order="A") == expected.tobytes(order="A")
+            assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape)
+
+
+def map_at_most_two():
+    large_buffers._MAX_COPIES = 2
+
+
+def test_a_worker_that_may_map_no_more_copies(make):
+    mine = np.arange(1 << 17, dtype=np.float64)
+    envs = make(Looking, 5, table=mine, workers=jaxvec.Workers(num=1, init=map_at_most_two))
+    envs.reset()
+    for actions, expected in (([0] * 5, [0] * 5), ([5] * 5, [-1] * 5), ([6] * 5, [6] * 5)):
+        assert envs.step(actions).obs[:, 0].tolist() == expected
+    owned = envs.map(lambda env: env.unwrapped.table.flags.owndata)
+    assert owned == (False, False, True, True, True)
 
 
 class WithView(Looking):
