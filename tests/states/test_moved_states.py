@@ -110,6 +110,101 @@ def test_each_member_of_an_enum_is_known_by_name():
     assert {f"{name_of(type(member))}._member_map_[{member.name}]" for member in members} <= named
 
 
+def aliased(place):
+    lists = [1, 2], [1, 2]
+    return [*lists, lists[place]]
+
+
+def adding(number):
+    return (lambda x: x + 1) if number == 1 else (lambda x: x + 2)
+
+
+def counting(start):
+    count = start
+
+    def step():
+        nonlocal count
+        count += 1
+        return count
+
+    return step
+
+
+def of_class(bonus):
+    class Local:
+        extra = bonus
+
+    return Local()
+
+
+def of_method(bonus):
+    class Local:
+        def step(self):
+            return 1 if bonus == 1 else 2
+
+    class Other:
+        def step(self):
+            return 2
+
+    Other.__name__, Other.__qualname__ = Local.__name__, Local.__qualname__
+    return Local() if bonus == 1 else Other()
+
+
+def viewing(start):
+    memory = np.arange(9.0)
+    return [memory, memory[start : start + 3] if start else np.arange(3.0)]
+
+
+def generator(draws):
+    rng = np.random.default_rng(3)
+    rng.random(draws)
+    return rng
+
+
+def locked(is_locked):
+    array = np.arange(4)
+    array.flags.writeable = not is_locked
+    return array
+
+
+# A function of a value, and two values of it with which envs differ, by kind.
+DIFFERENT = {
+    "number": (lambda value: value, 1, 2),
+    "type of a number": (lambda value: value, 1, True),
+    "zero": (lambda value: value, 0.0, -0.0),
+    "order of a dict": (lambda keys: dict.fromkeys(keys), "ab", "ba"),
+    "members of a set": (set, [1, 2], [1, 3]),
+    "aliases": (aliased, 0, 1),
+    "code": (adding, 1, 2),
+    "closure": (counting, 1, 2),
+    "class variable": (of_class, 1, 2),
+    "code of a local class": (of_method, 1, 2),
+    "array": (np.array, [1, 2], [1, 3]),
+    "dtype": (lambda dtype: np.zeros(2, dtype), np.float32, np.int32),
+    "shape": (lambda shape: np.zeros(shape), (2, 3), (3, 2)),
+    "lock of an array": (locked, True, False),
+    "view": (viewing, 0, 1),
+    "place of a view": (viewing, 1, 2),
+    "content of a memoryview": (lambda data: memoryview(data), b"ab", b"ac"),
+    "generator": (generator, 1, 2),
+    "default of a partial": (lambda number: functools.partial(divmod, number), 1, 2),
+    "bound of a space": (lambda high: gymnasium.spaces.Box(0, high, (2,)), 1, 2),
+    "text": (lambda text: [text], "a", "b"),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_a_digest_tells_envs_that_differ(kind):
+    make, *values = DIFFERENT[kind]
+    envs = [Enums() for _ in range(3)]
+    for env, value in zip(envs, [values[0], *values], strict=True):
+        env.held = make(value)
+        env.reset(seed=0)
+    one, twin, other = (StatefulEnv(env).digest().attributes for env in envs)
+    assert one == twin
+    assert next(name for name in one if one[name] != other[name]) == "0 Enums.held"
+
+
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}])
 def test_members_of_enums_move(make, options):
     here, there = (make([Enums] * 4, states=4, **options) for _ in range(2))
