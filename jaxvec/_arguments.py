@@ -282,20 +282,19 @@ def _check_batch(
             return _objects(leaf, value, num_envs)
         shape = (num_envs, *leaf.shape)
         if type(value) is np.ndarray and value.dtype == leaf.stored and value.shape == shape:
-            array: Any = value
-        else:
-            try:
-                array = conversion.as_array(value)
-            except (TypeError, ValueError, OverflowError) as error:
-                is_ragged = isinstance(error, ValueError)
-                got = "a ragged sequence" if is_ragged else f"{type(value).__name__}: {error}"
-                raise _unexpected(leaf, shape, got) from error
-            if one_for_all and array.shape == leaf.shape:
-                xp = np if isinstance(array, np.ndarray) else array.__array_namespace__()
-                array = xp.broadcast_to(array, shape)
-            if array.shape != shape or not castable(array.dtype, leaf):
-                advice = conversion.advice if array.shape != shape else f"; cast it by .astype({leaf.stored})"
-                raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}{advice}")
+            return conversion.cast(leaf, value, name_row)
+        try:
+            array = conversion.as_array(value)
+        except ValueError as error:
+            raise _unexpected(leaf, shape, "a ragged sequence") from error
+        except (TypeError, OverflowError) as error:
+            raise _unexpected(leaf, shape, f"{type(value).__name__}: {error}") from error
+        if one_for_all and array.shape == leaf.shape:
+            xp = np if isinstance(array, np.ndarray) else array.__array_namespace__()
+            array = xp.broadcast_to(array, shape)
+        if array.shape != shape or not castable(array.dtype, leaf):
+            advice = conversion.advice if array.shape != shape else f"; cast it by .astype({leaf.stored})"
+            raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}{advice}")
         return conversion.cast(leaf, array, name_row)
 
     if isinstance(node, DictNode) and isinstance(batch, (tuple, list)):
