@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvec._memory.segment import create_memory
+from jaxvec._memory.segment import align, create_memory
 
 
 def identify(buffer: Any) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class LargeBuffers:
             while written < raw.nbytes:
                 written += os.pwrite(self.descriptors[0], raw[written:], self._end + written)
             self._buffers.append(raw)
-            self._end = -(-(self._end + raw.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE  # for `map_again`
+            self._end = align(self._end + raw.nbytes, mmap.PAGESIZE)  # for `map_again`
         return place
 
     def close(self) -> None:

@@ -173,9 +173,9 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
         yield (name,), _LINE, np.dtype(np.uint32)
 
 
-def align(offset: int) -> int:
-    """Rounds an offset up to a multiple of `ALIGNMENT`."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def align(offset: int, multiple: int = ALIGNMENT) -> int:
+    """Rounds an offset up to a multiple, by default of `ALIGNMENT`."""
+    return -(-offset // multiple) * multiple
 
 
 # --- Creating and mapping the memory ---------------------------------------------------------------------
