@@ -29,7 +29,7 @@ def copied(value: Any, depth: int = 2, *, map_again: MapAgain = lambda _: None) 
 
     Args:
         value: The value.
-        depth: See above.
+        depth: Levels of tuples and dicts whose entries are copied one by one if the whole can't be pickled.
         map_again: Returns memory with the content of a buffer, or None if that has to be copied.
     """
     try:
