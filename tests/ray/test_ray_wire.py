@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import json
 import os
 import pickle
 import resource
@@ -277,11 +278,14 @@ def test_a_refused_key_is_logged_with_its_address(listener, caplog):
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
-        *((socket.socket, "accept", OSError(number, "")) for number in (errno.EMFILE, errno.EPROTO)),
+        *(
+            (socket.socket, "accept", OSError(number, ""))
+            for number in (errno.EMFILE, errno.ENOBUFS, errno.EPROTO)
+        ),
         (threading.Thread, "start", RuntimeError("can't start new thread")),
-        (wire, "versions", MemoryError()),
+        (wire, "_read_hello", MemoryError()),
     ],
-    ids=["EMFILE", "EPROTO", "no thread", "no memory"],
+    ids=["EMFILE", "ENOBUFS", "EPROTO", "no thread", "no memory"],
 )
 def test_a_listener_admits_hosts_after_an_error(listener, monkeypatch, owner, name, error):
     errors, original = [error], getattr(owner, name)
@@ -374,13 +378,47 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch):
         connect(silent.getsockname()[:2])
 
 
+def prove(address):
+    """Returns a connection that has proved the key, without a description of the host."""
+    sock = socket.create_connection(address)
+    listener = sock.recv(32, socket.MSG_WAITALL)
+    sock.sendall(NONCE + hmac.digest(KEY, b"connector" + listener + NONCE, "sha256"))
+    assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
+    return sock
+
+
+def frame(data):
+    return wire._HEADER.pack(MESSAGE, len(data)) + data
+
+
 @pytest.mark.parametrize(
-    "hello", [{"cores": float("nan")}, {"cores": 0}, {"node": None}, {"token": 3}], ids=repr
+    "hello",
+    [
+        {"cores": float("nan")},
+        {"cores": "2"},
+        {"cores": True},
+        {"cores": 0},
+        {"node": None},
+        {"node": "node 1\nroot: all is well"},
+        {"token": 3},
+        [],
+        None,
+        b"\xff",
+        b"[" * 4000,
+        b"1" * (1 << 20),
+    ],
+    ids=lambda hello: repr(hello)[:30],
 )
-def test_a_host_with_a_wrong_description_is_rejected(listener, caplog, hello):
-    rejected = connect(listener.address, **hello)
-    name, (why,) = pickle.loads(rejected.receive()[1])
-    assert (name, why[:21]) == ("reject", "sent no description: ")
+def test_a_host_without_a_valid_description_is_rejected(listener, caplog, hello):
+    if isinstance(hello, dict):
+        hello = HELLO | hello
+    data = hello if isinstance(hello, bytes) else json.dumps(hello).encode()
+    sock = prove(listener.address)
+    rejected = wire.Connection(sock, sock)
+    with suppress(OSError):  # it does not read all of a long one
+        sock.sendall(frame(data))
+        name, (why,) = pickle.loads(rejected.receive()[1])
+        assert (name, why[:27]) == ("reject", "sent no valid description: ")
     wait_until(lambda: "rejected a worker host at 127.0.0.1:" in caplog.text)
     here = connect(listener.address, node="node 2")
     assert [host.node for host in listener.wait(1, PATIENCE)] == ["node 2"]
@@ -389,9 +427,10 @@ def test_a_host_with_a_wrong_description_is_rejected(listener, caplog, hello):
 
 
 def test_a_host_that_does_not_describe_itself_is_dropped(listener, monkeypatch):
-    monkeypatch.setattr(wire, "_HELLO_TIMEOUT", 0.1)
-    monkeypatch.setattr(wire.Connection, "send", lambda *_: None)
-    silent = connect(listener.address)
+    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
+    sock = prove(listener.address)
+    silent = wire.Connection(sock, sock)
+    assert "TimeoutError" in pickle.loads(silent.receive()[1])[1][0]
     with pytest.raises(EOFError):
         silent.receive()
     silent.close()

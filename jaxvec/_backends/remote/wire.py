@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import importlib
+import json
 import logging
 import pickle
 import platform
@@ -46,7 +47,6 @@ _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECT_TIMEOUT = 3.0  # seconds for a reachable machine to accept a connection
 _HANDSHAKE_TIMEOUT = 30.0  # seconds for a host to be admitted, as the processes of a busy machine may be slow
-_HELLO_TIMEOUT = 30.0  # seconds for a host with the key to describe itself
 _REDIAL_INTERVAL = 0.2  # seconds after which a host connects again if the listener did not wait for its proof
 _UNAUTHENTICATED_TIMEOUT = 0.5  # seconds that a listener waits for the proof of one connection
 _MAX_UNAUTHENTICATED = 512  # connections that have this time at once; a further one takes that of the oldest
@@ -56,6 +56,7 @@ _MAX_ACCEPTS = 32
 _ACCEPT_RETRY_INTERVAL = 0.2  # seconds after an error, such as no descriptor for another connection
 _REFUSAL_LOG_INTERVAL = 1.0  # seconds between log records of connections with another key
 _REFUSAL = b"jaxvec: refused".ljust(_PROOF_BYTES)  # a listener's answer to a wrong proof
+_MAX_HELLO = 1 << 12  # bytes
 _MAX_MESSAGE = 1 << 36  # bytes
 _ACK_CHECK_INTERVAL = 3.0  # seconds between checks that sent data are acknowledged
 _ACK_TIMEOUT = 14.0  # seconds without an acknowledgement, after which the other machine is lost
@@ -359,38 +360,26 @@ class Listener:
         try:
             if isinstance(tcp, ssl.SSLSocket):
                 sock = relay(tcp)
-            sock.settimeout(_HELLO_TIMEOUT)
-            sock.recv(1, socket.MSG_PEEK)  # raises `TimeoutError`
-            connection = Connection(tcp, sock)
             try:
-                host = Host(connection, *_check_hello(pickle.loads(connection.receive()[1].data)))
+                hello = _read_hello(sock)
             except Exception as error:
-                why = str(error) if isinstance(error, HostLostError) else f"sent no description: {error!r}"
+                why = (
+                    str(error)
+                    if isinstance(error, HostLostError)
+                    else f"sent no valid description: {error!r}"
+                )
                 _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
-                connection.send(MESSAGE, pickle.dumps(("reject", (why,))))
+                Connection(tcp, sock).send(MESSAGE, pickle.dumps(("reject", (why,))))
                 raise
             with self._changed:
+                host = Host(Connection(tcp, sock), *hello)
                 if self._closed:
-                    connection.say_goodbye()
+                    host.connection.say_goodbye()
                     raise ConnectionError("the listener was closed")
                 self._hosts.append(host)
                 self._changed.notify_all()
         except Exception:  # any: a host must not end with a traceback of this process
             sock.close()
-
-
-def _check_hello(hello: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Returns node, cores and token of a host's description of itself."""
-    for name, version in versions().items():
-        if hello[name] != version:
-            raise HostLostError(
-                f"has {name} {hello[name]}, but the pool's process has {version}; install the same version"
-            )
-    node, cores, token = hello["node"], hello["cores"], hello["token"]
-    if not (isinstance(node, str) and isinstance(token, str)):
-        raise TypeError(f"node and token must be strings, not {node!r} and {token!r}")
-    check_count("cores", cores, 1)
-    return node, cores, token
 
 
 def dial(
@@ -417,7 +406,7 @@ def dial(
             if not hmac.compare_digest(proof, _proof(key, b"listener", listener, connector)):
                 raise ConnectionError("the process at the other end does not know the key")
             connection = Connection(tcp, sock)
-            connection.send(MESSAGE, pickle.dumps(hello))
+            connection.send(MESSAGE, json.dumps(hello).encode())
             return connection
         except OSError as error:
             sock.close()
@@ -447,6 +436,26 @@ def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
             )
         received += part
     return received
+
+
+def _read_hello(sock: socket.socket) -> tuple[str, int, str]:
+    """Returns a host's description, as for `Host`; raises `HostLostError` if it has other versions."""
+    deadline = time.monotonic() + _HANDSHAKE_TIMEOUT
+    _, length = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
+    if length > _MAX_HELLO:
+        raise ValueError(f"it has {length} bytes")
+    hello = json.loads(_read(sock, length, deadline))
+    for name, version in versions().items():
+        if hello[name] != version:
+            raise HostLostError(
+                f"has {name} {hello[name]}, but the pool's process has {version}; install the same version"
+            )
+    node, cores, token = hello["node"], hello["cores"], hello["token"]
+    for text in (node, token):
+        if not (isinstance(text, str) and text.isprintable()):
+            raise TypeError(f"not a printable string: {text!r:.100}")
+    check_count("cores", cores, 1)
+    return node, cores, token
 
 
 def versions() -> dict[str, str]:
