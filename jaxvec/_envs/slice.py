@@ -88,22 +88,6 @@ class SlotData(NamedTuple):
     objects: dict[KeyPath, Any]  # the leaves of the row that are Python objects
 
 
-@dataclass(frozen=True)
-class ExportedSlots:
-    """The message of a worker to the process that replaces it."""
-
-    data: bytes | None  # all that determines the future of the slots; `None` if their episodes are cut
-    inexact: str = ""  # the reason for the cuts
-
-
-@dataclass(frozen=True)
-class ImportedSlots:
-    """The report of a process about the slots that it got from the one that it replaces."""
-
-    cut: dict[int, str]  # by slot, why the episode of its env could not continue
-    keeps_states: bool  # False if the saved states are lost
-
-
 # --- The interface between a worker, or the serial backend, and its envs ---------------------------------
 
 # Called with the first of some neighbouring slots, and their number, when their rows are complete.

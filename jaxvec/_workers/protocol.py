@@ -3,8 +3,8 @@
     the pool sends      Setup   Attach   Request   end of file
     the worker answers  Ready   Reply    Reply     Closed
 
-Between these, a worker sends a failure as a `Report` (`_envs/failures.py`), which `Recover` answers. It sends
-`Retire` when it exceeds a limit. The pool returns that, and `ExportedSlots` is the worker's last message.
+Between these, a worker sends a failure as a `Report` (`_envs/failures.py`), which `Recover` answers, and the
+messages of `recycling.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxvec._arguments import Options
 from jaxvec._envs import constructors
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
-from jaxvec._envs.slice import ExportedSlots, SlotSettings
+from jaxvec._envs.slice import SlotSettings
 from jaxvec._memory.large_buffers import LargeBuffers, Place
 from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
@@ -30,6 +30,7 @@ from jaxvec._script import dumps_for_worker, dumps_with_main
 from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._workers import foreign
 from jaxvec._workers.base import Slices
+from jaxvec._workers.recycling import ExportedSlots
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,6 @@ class Recover:
 
     rebuild: bool  # whether to build the env anew
     settings: SlotSettings | None  # of the new env
-
-
-@dataclass(frozen=True)
-class Retire:
-    """Report of the worker that it exceeds a limit of `Workers(recycle=...)`.
-
-    The parent sends it back when no other request is pending. The worker sends `ExportedSlots` and ends.
-    """
-
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
-from jaxvec._envs.slice import Arguments, EnvSettings, ExportedSlots, ImportedSlots
+from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -50,6 +50,7 @@ from jaxvec._workers.base import Check, Launcher, Process, WaitLimits
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import Diagnosis, describe_losses, join, name_envs
 from jaxvec._workers.fair_locks import FairLocks
+from jaxvec._workers.recycling import ExportedSlots, Recycling, Retire
 
 _logger = logging.getLogger("jaxvec")
 
@@ -96,13 +97,10 @@ class Supervisor:
         self.options: Options = None
         policy = budget.policy or (recipe.config.workers.recycle and Restart())
         self.env_settings = EnvSettings(policy, dumps) if policy else None
-        # For `Workers(recycle=...)`, guarded by `polling`: reports of workers over a limit, and their last
-        # messages.
-        self._retiring: dict[int, protocol.Retire] = {}
-        self._exported: dict[int, ExportedSlots] = {}
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
         self.incarnations = [0] * len(recipe.slices)
+        self._recycling = Recycling(recipe.slices, self.env_settings, self.incarnations)
         self.last_errors: list[JaxvecError | None] = [None] * len(recipe.slices)
         # Wakes a serving worker that sleeps on a futex, and so would not notice a message on its socket.
         self.notify_worker: Callable[[int], None] = lambda worker: None
@@ -349,8 +347,8 @@ class Supervisor:
                 message = self.channels[worker].receive(deadline)
                 if isinstance(message, protocol.Built):
                     self._note_built(worker, message)
-                elif isinstance(message, protocol.Retire):
-                    self._retiring[worker] = message
+                elif isinstance(message, Retire):
+                    self._recycling.retire(worker, message)
                 elif isinstance(message, failures.Report) and message.operation == "close":
                     _logger.warning("%s", failures.to_error(message, worker=worker))
                 elif isinstance(message, failures.Report):
@@ -425,18 +423,15 @@ class Supervisor:
         if self.diagnosis.arrays is None:
             raise error
         self._check_open()
-        exported = self._exported.get(worker)
-        if exported is not None and exported.data is not None:  # perhaps it can't continue with what it got
-            summary = str(error).partition("\n")[0]
-            self._recycle(worker, ExportedSlots(None, f"the new process could not continue ({summary})"))
+        if (message := self._recycling.cut_after(worker, error)) is not None:
+            self._recycle(worker, message)
             return
         losses = describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
         self._note_loss(worker, str(error))
         self.incarnations[worker] += 1
         self.last_errors[worker] = error
-        self._retiring.pop(worker, None)
-        self._exported.pop(worker, None)
+        self._recycling.forget(worker)
         self._relaunch(worker, error)
 
     def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
@@ -479,21 +474,15 @@ class Supervisor:
             raise PoolClosedError("the pool was closed while a worker was replaced")
 
     def _request_exports(self, deadline: float | None) -> None:
-        """Requests the slots of workers that exceed a limit of `Workers(recycle=...)`, and are not in use."""
-        for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
+        """Requests the slots of workers that are to be recycled, and are not in use."""
+        for worker, message in self._recycling.due({*self._requested, *self.starting}).items():
             with suppress(EOFError):  # the next poll replaces it
-                self._send(worker, self._retiring[worker], deadline)
+                self._send(worker, message, deadline)
             self._extend_start(worker)  # from now on, requests wait for the new process
 
     def _recycle(self, worker: int, message: ExportedSlots) -> None:
         """Starts a fresh process, which continues from the message of a worker."""
-        reason, fate = self._retiring[worker].reason, "its envs continue in a fresh process"
-        if message.data is None:
-            self.incarnations[worker] += 1  # saved states are lost
-            fate = f"its episodes are cut, because their states are not exact: {message.inexact}"
-            fate += describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
-        _logger.info("%s is recycled, as %s: %s", self.diagnosis.name(worker), reason, fate)
-        self._exported[worker] = message
+        self._recycling.begin(worker, message)
         self._note_loss(worker, "the worker was recycled")
         self._relaunch(worker, None)
 
@@ -562,7 +551,7 @@ class Supervisor:
                 int(Marks.of(arrays).worker_notices[worker, 0]),
                 {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
                 {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
-                self._exported.get(worker),
+                self._recycling.exported(worker),
             )
             attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
             self._send(worker, attach, deadline, [self._segment])
@@ -570,21 +559,8 @@ class Supervisor:
             self._extend_start(worker)
             return
         del self.starting[worker]
-        if self._exported.pop(worker, None) is not None:
-            self._note_imported(worker, pickle.loads(message.result))
-        self._retiring.pop(worker, None)
+        self._recycling.finish(worker, pickle.loads(message.result))
         self._reset_clocks()
-
-    def _note_imported(self, worker: int, imported: ImportedSlots | None) -> None:
-        """Logs which episodes the new process of a recycled worker could not continue."""
-        if imported is None:  # all of them, as `_recycle` has logged
-            return
-        if not imported.keeps_states:
-            self.incarnations[worker] += 1
-            _logger.info("%s: its saved states are lost by the recycling", self.diagnosis.name(worker))
-        for slot, reason in imported.cut.items():
-            losses = describe_losses(self.env_settings, [slot])
-            _logger.info("env %d could not continue, so its episode is cut: %s%s", slot, reason, losses)
 
     def _reset_clocks(self) -> None:
         """Extends all timeouts until the last start."""

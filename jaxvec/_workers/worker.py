@@ -29,46 +29,18 @@ from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, build_spares, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.foreign_env import to_plain
-from jaxvec._envs.slice import ExportedSlots, ImportedSlots, Slice, SlotSettings
+from jaxvec._envs.slice import Slice, SlotSettings
 from jaxvec._memory.large_buffers import map_buffers
 from jaxvec._memory.segment import Marks, attach_segment
-from jaxvec._options import Recycle, Workers
-from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
+from jaxvec._options import Workers
+from jaxvec._stats import PID, RECYCLED, REPLACED, WAIT_NS
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
 from jaxvec._workers import stacks
 from jaxvec._workers.base import worker_end
 from jaxvec._workers.output import tag_lines
-from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Retire, Setup
-
-# --- Limits of the worker's age ---------------------------------------------------------------------------
-
-_LOOK_INTERVAL_NS = 100_000_000  # between reads of /proc, which take about 50 µs
-
-
-class Age:
-    """The memory and the age of this process, compared with the limits of `Workers(recycle=...)`."""
-
-    def __init__(self, limits: Recycle, stats: memoryview) -> None:
-        self.limits, self._stats = limits, stats
-        self._born_ns, self._first_step, self._next_look_ns = monotonic_ns(), stats[STEPS], 0
-
-    def exceeded(self, now_ns: int) -> str:
-        """Returns a description of a limit that is exceeded, or an empty text."""
-        limits, steps = self.limits, self._stats[STEPS] - self._first_step
-        if not steps:  # limits that are too low must not stop all progress
-            return ""
-        found: dict[str, Any] = {"steps": steps}
-        if now_ns >= self._next_look_ns:
-            self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
-            found["seconds"] = (now_ns - self._born_ns) / 1e9
-            found["memory"] = limits.memory and memory_of(family_of(os.getpid()))
-            found["descriptors"] = limits.descriptors and len(os.listdir("/proc/self/fd"))
-        for name, value in found.items():
-            if (limit := getattr(limits, name)) is not None and value >= limit:
-                return f"it has reached {name}={limit:,}"
-        return ""
-
+from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Setup
+from jaxvec._workers.recycling import Age, ExportedSlots, ImportedSlots, Retire
 
 # --- The worker's start and loop -------------------------------------------------------------------------
 

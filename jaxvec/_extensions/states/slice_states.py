@@ -20,7 +20,6 @@ from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
 from jaxvec._envs.extension import SliceExtension
-from jaxvec._envs.slice import ExportedSlots, ImportedSlots
 from jaxvec._extensions.states.env_states import EnvState, StatefulEnv
 from jaxvec._extensions.states.proof import ForkedProcessEnded, call_in_fork, patience, prove
 from jaxvec._extensions.states.simulator import Simulator, Stepper
@@ -29,6 +28,7 @@ from jaxvec._extensions.states.snapshots.pickling import dumps
 from jaxvec._memory.segment import Arrays
 from jaxvec._options import States
 from jaxvec._spec import PoolSpec
+from jaxvec._workers.recycling import ExportedSlots, ImportedSlots
 
 
 class SliceStates(SliceExtension):
