@@ -485,6 +485,15 @@ class PoolConfig:
         return found
 
     @property
+    def interpreter(self) -> Any:
+        """The `Interpreter` of the workers. Another one than this is imported only if it is needed."""
+        if self.workers.python is None:
+            this: Any = importlib.import_module("jaxvec._workers.interpreter")
+            return this.Interpreter()
+        others: Any = importlib.import_module("jaxvec._backends.other_python")
+        return others.OtherPython(self.workers.python)
+
+    @property
     def has_fault(self) -> bool:
         """True if rows have a flag for episodes that are cut by a fault, or to recycle a worker."""
         return self.restart is not None or self.workers.recycle is not None

@@ -10,14 +10,13 @@ import logging
 import multiprocessing
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
-from jaxvec._envs import constructors, foreign_env
+from jaxvec._envs import constructors
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.envs import check_vector
 from jaxvec._errors import UnsupportedSpaceError
@@ -27,8 +26,8 @@ from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import foreign
 from jaxvec._workers.backend import Backend
+from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.process import LocalProcesses
 from jaxvec._workers.protocol import WorkerRecipe
 from jaxvec._workers.serial import SerialBackend
@@ -74,25 +73,18 @@ def start(
         raise RuntimeError(_NO_GUARD)
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
-    env = constructors.listed(env)
+    interpreter: Interpreter = config.interpreter
+    env = interpreter.constructor(constructors.listed(env))
     size = config.envs_per_instance
     together = size or 1
     num_envs = constructors.count(env, num_envs, size)
     backend = _backend(config.backend)
     backend.check(config)
+    interpreter.check(config)
     num_workers = _num_workers(backend, config, num_envs // together)
     slices = split_evenly(num_envs, num_workers, together)
-    python = None if config.workers.python is None else foreign.probe(str(config.workers.python))
-    if python is not None:
-        if config.extensions and python.numpy < (2, 0):  # which can't restore generators
-            raise ValueError(
-                "states and Workers(recycle=...) need NumPy 2 in the workers, but Workers(python="
-                f"{python.python!r}) has an older one; install it there, or leave them out"
-            )
-        env = foreign_env.by_name(env)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
-    if python is not None:
-        env_fns = [partial(foreign_env.build_adapted, env_fn) for env_fn in env_fns]
+    env_fns = [interpreter.adapt(env_fn) for env_fn in env_fns]
     declared, learnt = undeclared(config.info)
     recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces, shares_values=shares_values)
     workers = backend.start(recipe, learn_info=bool(learnt))

@@ -25,7 +25,7 @@ from typing import Any
 
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._options import PoolConfig
-from jaxvec._workers import foreign, lifeline
+from jaxvec._workers import lifeline
 from jaxvec._workers.base import Process, describe_exit
 from jaxvec._workers.forkserver import (
     ABANDON,
@@ -39,6 +39,7 @@ from jaxvec._workers.forkserver import (
     Started,
     process_identity,
 )
+from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.output import Output
 from jaxvec._workers.spawn import environ, start
 
@@ -107,7 +108,7 @@ def _drop(pidfd: int, server: _Server, number: int) -> None:
 class _Server:
     """The program's end of a fork server."""
 
-    def __init__(self, env: Mapping[str, str], modules: tuple[str, ...], python: Any) -> None:
+    def __init__(self, env: Mapping[str, str], modules: tuple[str, ...], interpreter: Interpreter) -> None:
         self.users = 0  # number of pools; guarded by the module's `_lock`
         self.numbers = itertools.count()  # of the workers
         self._program = os.getpid()
@@ -122,11 +123,12 @@ class _Server:
             module = "jaxvec._workers.forkserver"
             with theirs, Output().streams(0) as streams:
                 self._process = start(
-                    module, theirs.fileno(), os.getpid(), env=env, python=python, streams=streams
+                    module, theirs.fileno(), os.getpid(), env=env, interpreter=interpreter, streams=streams
                 )
             self.pid = self._process.pid
             with suppress(ConnectionError):  # it has ended; `fork` will raise
-                self._requests.send(pickle.dumps(Imports(modules, *foreign.path_for(python))))
+                imports = Imports(modules, interpreter.sys_path(), not interpreter.is_own)
+                self._requests.send(pickle.dumps(imports))
         except BaseException:
             self._requests.close()
             raise
@@ -193,6 +195,7 @@ class Forker:
 
     def __init__(self, config: PoolConfig) -> None:
         self._workers, self._timeout = config.workers, config.timeouts.start
+        self._interpreter: Interpreter = config.interpreter
         self._server: _Server | None = None
         self._closed = False  # these two guarded by the module's `_lock`
 
@@ -258,9 +261,9 @@ class Forker:
                 return self._server
             early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
             changes = tuple(sorted(self._workers.env.items()))
-            modules, python = tuple(self._workers.preload), self._workers.python
-            key = (*sorted(early.items()), changes, modules, python or sys.executable, process_identity())
-            server = _servers.pop(key, None) or _Server(env, modules, python)
+            modules, interpreter = tuple(self._workers.preload), self._interpreter
+            key = (*sorted(early.items()), changes, modules, interpreter.path, process_identity())
+            server = _servers.pop(key, None) or _Server(env, modules, interpreter)
             _servers[key] = server
             server.users += 1
             self._server = server

@@ -30,7 +30,7 @@ from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
-from jaxvec._workers import foreign, fork
+from jaxvec._workers import fork
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import (
     Check,
@@ -130,8 +130,8 @@ class LocalProcesses(Backend):
 
 def _dispatch_of(config: PoolConfig) -> str:
     """Returns the dispatch for workers, which may be another interpreter without the native library."""
-    python, dispatch = config.workers.python, config.settings.dispatch
-    if dispatch == "auto" and python is not None and not foreign.probe(str(python)).is_native:
+    dispatch = config.settings.dispatch
+    if dispatch == "auto" and not config.interpreter.is_native:
         return "portable"
     return choose_dispatch(dispatch)
 

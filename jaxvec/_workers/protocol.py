@@ -28,8 +28,8 @@ from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
 from jaxvec._script import dumps_for_worker, dumps_with_main
 from jaxvec._spec import KeyPath, PoolSpec
-from jaxvec._workers import foreign
 from jaxvec._workers.base import Slices
+from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.recycling import ExportedSlots
 
 
@@ -56,8 +56,8 @@ class Setup:
     """Request of the parent to build envs."""
 
     sys_path: list[str]
-    own_path: bool  # whether the worker's own `sys.path` comes first; it is another interpreter's
     python_path: str | None
+    interpreter: Interpreter
     worker: int
     first: int  # id of the worker's first env
     # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
@@ -163,8 +163,8 @@ def make_setup(
     """
     first, _ = recipe.slices[worker]
     config = recipe.config
-    init, python = config.workers.init, config.workers.python
-    sys_path, own_path = foreign.path_for(python)
+    init = config.workers.init
+    interpreter: Interpreter = config.interpreter
     pickled_init = init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)")
     large: list[PickleBuffer] = []
     env_fns = _pickle(
@@ -172,12 +172,12 @@ def make_setup(
         f"the constructor of env {first}",
         ', or use backend="serial"',
         # Another interpreter may have a NumPy that can't read pickles without buffers.
-        large if buffers is not None and python is None else None,
+        large if buffers is not None and interpreter.is_own else None,
     )
     return Setup(
-        sys_path=sys_path,
-        own_path=own_path,
-        python_path=(os.environ if python is None else config.workers.env).get("PYTHONPATH"),
+        sys_path=interpreter.sys_path(),
+        python_path=(os.environ if interpreter.is_own else config.workers.env).get("PYTHONPATH"),
+        interpreter=interpreter,
         worker=worker,
         first=first,
         init=pickled_init,

@@ -7,21 +7,16 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
-import sysconfig
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any
-
-import gymnasium
 
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._options import PoolConfig
-from jaxvec._workers import foreign, lifeline
+from jaxvec._workers import lifeline
 from jaxvec._workers.base import Process, describe_exit
+from jaxvec._workers.interpreter import Interpreter
 
 # Workers share the machine's cores, so each gets one thread. They never use the accelerator.
 _WORKER_ENV: dict[str, str | None] = {
@@ -93,14 +88,16 @@ class Spawner:
     """Starts workers on this machine as new interpreters."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self._changes, self._python = config.workers.env, config.workers.python
+        self._changes = config.workers.env
+        self._interpreter: Interpreter = config.interpreter
 
     def launch(self, streams: Sequence[int]) -> tuple[SpawnedWorker, Channel]:
         ours, theirs = channel_pair()
         try:
             env = environ(self._changes)
-            module = "jaxvec._workers.worker"
-            return SpawnedWorker(start(module, theirs, env=env, python=self._python, streams=streams)), ours
+            module, interpreter = "jaxvec._workers.worker", self._interpreter
+            process = start(module, theirs, env=env, interpreter=interpreter, streams=streams)
+            return SpawnedWorker(process), ours
         except BaseException:
             ours.close()
             raise
@@ -116,24 +113,19 @@ def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def start(
-    module: str, descriptor: int, *arguments: int, env: Mapping[str, str], python: Any, streams: Sequence[int]
+    module: str,
+    descriptor: int,
+    *arguments: int,
+    env: Mapping[str, str],
+    interpreter: Interpreter,
+    streams: Sequence[int],
 ) -> subprocess.Popen[bytes]:
-    """Starts an interpreter, by default this one, that runs `module.main(lifeline, descriptor, *arguments)`.
+    """Starts an interpreter that runs `module.main(lifeline, descriptor, *arguments)`.
 
     It ends with this process, inherits `descriptor`, and leads its own process group. `streams` become its
     stdout and stderr.
     """
-    if not sys.executable and python is None:
-        raise FileNotFoundError(
-            "there is no Python interpreter to start: sys.executable is empty; set it to the path of one"
-        )
-    env = dict(env)
-    if python is None:
-        command = [sys.executable, "-u", "-P", str(Path(lifeline.__file__))]
-        # For the first imports. A worker then applies the program's sys.path and PYTHONPATH.
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
-    else:
-        command, env = foreign.command(python, env)
+    command, env = interpreter.command(dict(env))
     with ExitStack() as stack:
         given = [_above_standard(each, stack) for each in (lifeline.read_end(), descriptor)]
         words = [given[0], module, given[1], *arguments]
@@ -155,10 +147,3 @@ def _above_standard(descriptor: int, stack: ExitStack) -> int:
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     stack.callback(os.close, copy)
     return copy
-
-
-def _roots() -> list[str]:
-    """Returns the directories of this package and, if it is not a site directory, of the Gymnasium in use."""
-    own = str(Path(__file__).resolve().parents[2])
-    other = str(Path(gymnasium.__file__).parents[1])
-    return [own] if other in (own, *sysconfig.get_paths().values()) else [other, own]

@@ -28,7 +28,6 @@ from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, build_spares, close_envs, watch_forks
 from jaxvec._envs.failures import Report
-from jaxvec._envs.foreign_env import to_plain
 from jaxvec._envs.slice import Slice, SlotSettings
 from jaxvec._memory.large_buffers import map_buffers
 from jaxvec._memory.segment import Marks, attach_segment
@@ -91,7 +90,7 @@ def run_worker(channel: Channel) -> None:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[setup.worker % len(cores)]})
         # The path of the parent, in place of the one that starts an interpreter.
-        sys.path[:] = [*(sys.path if setup.own_path else ()), *setup.sys_path]
+        sys.path[:] = [*(() if setup.interpreter.is_own else sys.path), *setup.sys_path]
         if setup.python_path is None:
             os.environ.pop("PYTHONPATH", None)
         else:
@@ -134,9 +133,7 @@ def run_worker(channel: Channel) -> None:
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )
                     with EnvErrorContext(setup.first, "constructor"):
-                        if setup.own_path:
-                            description = to_plain(description)
-                        ready = Ready(dumps(description))
+                        ready = Ready(dumps(setup.interpreter.to_plain(description)))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
                     exported = _serve(channel, make_slice, config.workers, running)

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from jax.sharding import Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxvec._envs import constructors, foreign_env
+from jaxvec._envs import constructors
 from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._options import (
@@ -255,13 +255,13 @@ def make(
     given = locals()  # has the fields of PoolConfig under equal names
     if _primitive.in_program():
         raise RuntimeError(_IN_PROGRAM)
-    env = constructors.listed(env)
-    constructor = foreign_env.by_name(env) if getattr(workers, "python", None) else env
-    _refuse_unknown(constructor, env_kwargs)
+    constructor = env = constructors.listed(env)
     try:
         config = PoolConfig(
             **{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given}
         )
+        constructor = config.interpreter.constructor(env)
+        _refuse_unknown(constructor, env_kwargs)
         _effects.install()
         transport = _primitive.choose_transport(config.settings.transport)
         place = Placement.of(device)

@@ -21,7 +21,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
-from support.probe import PoolConfig, spawn
+from support.probe import PoolConfig
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -62,8 +62,10 @@ def test_an_id_with_its_module_and_one_without_version(make):
     assert make("CartPole", 1).num_envs == 1
 
 
-def test_workers_look_for_jaxvec_where_it_is():
-    *_, here = spawn._roots()
+def test_workers_look_for_jaxvec_where_it_is(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    _, env = PoolConfig().interpreter.command({})
+    *_, here = env["PYTHONPATH"].split(os.pathsep)
     assert Path(jaxvec.__file__) == Path(here) / "jaxvec" / "__init__.py"
 
 

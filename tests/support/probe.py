@@ -16,6 +16,7 @@ import psutil
 import jaxvec
 from jaxvec import _errors, _native, _settings, _stats, _tracing, _util
 from jaxvec._arguments import check_action
+from jaxvec._backends.other_python import foreign_env
 from jaxvec._backends.ray import backend as ray_backend
 from jaxvec._backends.remote import host, link, wire
 from jaxvec._backends.remote.host import WorkerHost
@@ -25,7 +26,7 @@ from jaxvec._dispatch import dispatch
 from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.engine import Engine, PendingEnvs
 from jaxvec._dispatch.move import Verb
-from jaxvec._envs import failures, foreign_env
+from jaxvec._envs import failures
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Episodes
 from jaxvec._envs.slice import SlotData
 from jaxvec._extensions.states.env_states import StatefulEnv
