@@ -31,6 +31,10 @@ namespace {
 constexpr int64_t kMaxParentSpinNs = 50'000;
 constexpr useconds_t kSendingNapUs = 100;
 
+// A wake takes the parent about 3 us. If it has to wake many workers, it wakes the first one of each block,
+// and that one wakes the rest.
+constexpr uint32_t kManyWorkers = 16, kBlock = 8;
+
 constexpr uint64_t kSliceNs = 100'000;  // the kernel's minimum
 
 // The first version of the kernel's `struct sched_attr`; glibc declares it since 2.41.
@@ -206,11 +210,49 @@ class Waiter {
   Parent& parent_;
 };
 
-void wake_worker(Board& board, uint32_t worker) {
-  // The worker stores `asleep`, then loads its doorbell; we add to the doorbell, then load `asleep`. The four
-  // accesses are seq_cst, so in their total order at least one side sees the other's store.
+void ring(Board& board, uint32_t worker) {
   board.doorbell[worker].word.fetch_add(1, std::memory_order_seq_cst);
-  if (board.asleep[worker].word.load(std::memory_order_seq_cst) != 0) futex_wake(board.doorbell[worker]);
+}
+
+// Returns whether the worker may need a wake, and wakes it.
+//
+// The worker stores `asleep`, then loads its doorbell; we add to the doorbell, then load `asleep`. The four
+// accesses are seq_cst, so in their total order at least one side sees the other's store.
+bool wake_if_asleep(Board& board, uint32_t worker) {
+  const bool asleep = board.asleep[worker].word.load(std::memory_order_seq_cst) != 0;
+  if (asleep) futex_wake(board.doorbell[worker]);
+  return asleep;
+}
+
+void wake_worker(Board& board, uint32_t worker) {
+  ring(board, worker);
+  wake_if_asleep(board, worker);
+}
+
+// Wakes the sleeping workers from `first` to `stop - 1`. Their doorbells have been rung, or it is no harm.
+void wake_sleepers(Board& board, uint32_t first, uint32_t stop) {
+  for (uint32_t worker = first; worker < stop; ++worker) wake_if_asleep(board, worker);
+}
+
+// Wakes neighbouring workers, most of which the first sleeping one wakes in place of this thread.
+//
+// That one finds in its `to_wake` how many. We ring the others' doorbells, then store `to_wake` and ring its
+// own, then load its `asleep`; it stores `asleep` = 0, then takes `to_wake`. If we see it asleep, it takes
+// `to_wake` later, and finds the others either asleep or aware of their doorbells. If not, it may sleep again
+// without a look at `to_wake`, so whoever takes that out wakes the others.
+void wake_block(Board& board, const uint32_t* worker, const uint32_t* stop) {
+  for (; worker != stop && board.asleep[*worker].word.load(std::memory_order_relaxed) == 0; ++worker) {
+    wake_worker(board, *worker);
+  }
+  if (worker == stop) return;
+  const uint32_t leader = *worker, last = stop[-1];
+  for (const uint32_t* other = worker + 1; other != stop; ++other) ring(board, *other);
+  std::atomic<uint32_t>& to_wake = board.doorbell[leader].extra;
+  // It may not have taken the number of an earlier send yet.
+  to_wake.store(std::max(to_wake.load(std::memory_order_relaxed), last - leader), std::memory_order_seq_cst);
+  ring(board, leader);
+  if (!wake_if_asleep(board, leader) && to_wake.exchange(0, std::memory_order_seq_cst) != 0)
+    wake_sleepers(board, leader + 1, last + 1);
 }
 
 // Wakes the workers of `slots`.
@@ -228,14 +270,19 @@ void wake_owners(Parent& parent, const int64_t* slots, uint32_t count) {
     owns[stop - parent.stops] = 1;
   }
   const auto here = static_cast<uint32_t>(sched_getcpu());
-  std::vector<uint32_t> last;
+  std::vector<uint32_t> elsewhere, last;
   for (uint32_t worker = 0; worker < board.num_workers; ++worker) {
-    if (!owns[worker]) continue;
-    if (board.asleep[worker].extra.load(std::memory_order_relaxed) == here) {
-      last.push_back(worker);
-    } else {
-      wake_worker(board, worker);
-    }
+    const bool is_here = board.asleep[worker].extra.load(std::memory_order_relaxed) == here;
+    if (owns[worker]) (is_here ? last : elsewhere).push_back(worker);
+  }
+  const uint32_t *next = elsewhere.data(), *const stop_all = next + elsewhere.size();
+  if (elsewhere.size() < kManyWorkers) {
+    for (; next != stop_all; ++next) wake_worker(board, *next);
+  }
+  while (next != stop_all) {
+    const uint32_t* const stop_block = next + std::min<ptrdiff_t>(kBlock, stop_all - next);
+    wake_block(board, next, stop_block);
+    next = stop_block;
   }
   for (const uint32_t worker : last) wake_worker(board, worker);
 }
@@ -354,7 +401,11 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
       error = futex_wait(*board.finished, finished, &timeout);
     board.sleepers->word.fetch_sub(1, std::memory_order_relaxed);
     if (error == EINTR) return kInterrupted;
-    if (error == ETIMEDOUT && any_readable(parent)) return kLookAround;
+    if (error == ETIMEDOUT) {
+      // A worker may have died, or be stopped, before it woke the others of its block.
+      if (board.num_workers >= kManyWorkers) wake_sleepers(board, 0, board.num_workers);
+      if (any_readable(parent)) return kLookAround;
+    }
   }
 }
 
@@ -381,7 +432,9 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
     board.asleep[worker.index].extra.store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     if (doorbell.word.load(std::memory_order_seq_cst) == seen) futex_wait(doorbell, seen, nullptr);
-    board.asleep[worker.index].word.store(0, std::memory_order_relaxed);
+    board.asleep[worker.index].word.store(0, std::memory_order_seq_cst);
+    const uint32_t to_wake = doorbell.extra.exchange(0, std::memory_order_seq_cst);
+    wake_sleepers(board, worker.index + 1, worker.index + 1 + to_wake);
   }
 }
 

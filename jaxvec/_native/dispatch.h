@@ -14,7 +14,7 @@ namespace jaxvec {
 // A word that another process polls has a cache line of its own, to avoid false sharing.
 struct alignas(64) Line {
   std::atomic<uint32_t> word;
-  std::atomic<uint32_t> extra;  // used in `asleep` and `target`
+  std::atomic<uint32_t> extra;  // used in `doorbell`, `asleep` and `target`
 };
 static_assert(sizeof(Line) == 64);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
@@ -28,7 +28,8 @@ struct Board {
   std::atomic<int64_t>* requested;     // [num_slots] parent writes: the latest request, its number and verb
   std::atomic<int64_t>* completed;     // [num_slots] worker writes: the request it completed last
   std::atomic<int64_t>* completed_at;  // [num_slots] worker writes: time of completion, monotonic ns
-  Line* doorbell;                      // [num_workers] parent adds: there is new work or a new message
+  Line* doorbell;                      // [num_workers] parent adds: there is new work or a new message;
+                                       // `extra` is the number of next workers that it wakes when it wakes
   Line* worker_notices;                // [num_workers] parent adds: a message is on the control socket
   Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake; `extra` is the
                                        // core that it slept on last

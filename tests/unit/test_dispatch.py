@@ -142,7 +142,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (7, 3), (64, 8)])
+@pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (7, 3), (64, 20)])
 def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers):
     envs = make(CountingEnv, num_envs, num_workers=num_workers, dispatch=kind, episode_length=11)
     envs.reset(seed=0)
