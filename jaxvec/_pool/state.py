@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class PoolFinalizer:
         self.process: int = os.getpid()  # a fork of this process may neither use nor close the pool
         self.closed: bool = False  # closing has started
         self.ended: bool = False  # the workers and the memory are released
-        self._closing = False  # a thread is in `close`
+        self._closing = threading.Lock()  # of the thread that is in `close`
         self.hurry = False  # the pool is broken, so its envs get little time to close
         self.pinned: Pinned | None = None  # page lock, released before the segment is unmapped
 
@@ -63,10 +64,12 @@ class PoolFinalizer:
 
         Returns at once if another thread is closing it. A second call completes one that Ctrl-C cut short.
         """
-        if self.ended or self._closing or os.getpid() != self.process:
+        if os.getpid() != self.process or not self._closing.acquire(blocking=False):
             return
-        self.closed = self._closing = True
         try:
+            if self.ended:
+                return
+            self.closed = True
             self._engine.close_fast_path()
             # A thread that holds slots waits for its envs. Killing the workers ends that wait with an error.
             with self._engine.exclusive(if_busy=self._workers.kill, patience=_RELEASE_TIMEOUT):
@@ -82,7 +85,7 @@ class PoolFinalizer:
                     self._engine.close()
                     self.ended = True  # last, because Pool.close drops the memory once this is set
         finally:
-            self._closing = False
+            self._closing.release()
 
 
 @dataclass

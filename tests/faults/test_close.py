@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -100,6 +101,29 @@ def test_a_pool_closes_in_any_state_from_several_threads_at_once(driver, state):
     for call in calls:
         call.result()
     assert_closes(driver)
+
+
+def test_threads_that_begin_to_close_at_once_close_a_pool_once(monkeypatch):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: errors.append(failed.exc_value))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(500):
+            envs = jaxvec.make(CountingEnv, 1, backend="serial")
+            barrier = threading.Barrier(4)
+            threads = [
+                threading.Thread(target=lambda: (barrier.wait(60), envs.close()))
+                for _ in range(barrier.parties)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout=60)
+            assert envs.closed
+            assert not errors
+    finally:
+        sys.setswitchinterval(before)
 
 
 # On the host alone: the caches of programs hold what a driver drives.
