@@ -54,7 +54,7 @@ class LargeBuffers:
         place = self._places.get(key)
         if place is None:
             if not self.descriptors:
-                self.descriptors.append(create_memory("jaxvec arrays"))
+                self.descriptors.append(create_memory("arrays of jaxvec"))
             place = self._places[key] = Place(self._end, raw.nbytes, raw.readonly)
             os.ftruncate(self.descriptors[0], self._end + raw.nbytes)
             written = 0

@@ -81,11 +81,17 @@ class Diagnosis:
         text = f"{name} {ending} while {activity}. {process.output_advice()}"
         return WorkerDiedError(text, worker=worker, env_ids=env_ids, exitcode=exitcode)
 
-    def late_start_error(self, worker: int, timeout: float | None) -> EnvTimeoutError:
+    def late_start_error(self, worker: int, timeout: float | None, ends: bool) -> EnvTimeoutError:
+        """Returns the error of a replacement, or, if it `ends`, of a worker that is to be recycled."""
         name, process = self.name(worker), self.processes[worker]
         where = f": {why}" if (why := process.missing or (process.place and f"it is {process.place}")) else ""
         return EnvTimeoutError(
-            f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}"
+            (
+                f"{name}, which is to be recycled, did not save and close its envs, or the next of them,"
+                if ends
+                else f"the replacement of {name} did not start"
+            )
+            + f" within {timeout} s (Timeouts.start){where}"
             + self._describe_built([worker])
             + self._describe_stacks([worker]),
             env_ids=tuple(range(*self._slices[worker])),

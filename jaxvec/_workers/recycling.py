@@ -117,6 +117,10 @@ class Recycling:
         """Returns what a process that starts has to import, if it is a successor."""
         return self._exported.get(worker)
 
+    def ends(self, worker: int) -> bool:
+        """Returns whether a worker still has to export its slots and to close its envs."""
+        return worker in self._retiring and worker not in self._exported
+
     def cut_after(self, worker: int, error: Exception) -> ExportedSlots | None:
         """Returns the message for another successor, if one has failed that had slots to continue."""
         exported = self._exported.get(worker)

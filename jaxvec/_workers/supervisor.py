@@ -354,7 +354,8 @@ class Supervisor:
                 elif isinstance(message, failures.Report):
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
                 elif isinstance(message, protocol.Closed):  # of a worker that ends
-                    continue
+                    if worker in self.starting:  # it is recycled, and has all of the time for its next env
+                        self._extend_start(worker)
                 elif worker in self.starting and message is not WAKE:
                     self._continue_start(worker, message, deadline)
                 else:
@@ -372,7 +373,8 @@ class Supervisor:
         for worker, start_deadline in [*self.starting.items()]:
             if start_deadline is not None and time.monotonic() >= start_deadline:
                 timeout = self._recipe.config.timeouts.start
-                self.replace(worker, self.diagnosis.late_start_error(worker, timeout))
+                late = self.diagnosis.late_start_error(worker, timeout, self._recycling.ends(worker))
+                self.replace(worker, late)
         self._request_exports(limits.late(self._grace))
         return received
 

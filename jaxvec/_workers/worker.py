@@ -138,11 +138,10 @@ def run_worker(channel: Channel) -> None:
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
                     exported = _serve(channel, make_slice, config.workers, running)
             finally:
-                try:
+                with _reporting(channel):
                     close_envs([*envs, *spares], setup.first, size, report_closed)
-                finally:  # after `close`, since the parent then ends this process
-                    if exported is not None:
-                        channel.send(exported)
+                if exported is not None:  # after `close`, since the parent then ends this process
+                    channel.send(exported)
 
 
 def _serve(

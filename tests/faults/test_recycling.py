@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from contextlib import closing
 
 import cloudpickle
@@ -389,6 +390,35 @@ def test_close_during_a_replacement_closes_every_env(tmp_path):
             pids |= {*probe.pids(envs)}
         assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
         assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_the_limit_of_a_recycling_counts_for_each_env_that_closes():
+    class Slow(Opened):
+        def close(self):
+            time.sleep(3)
+            super().close()
+
+    with make(Slow, Recycle(steps=5), timeouts=jaxvec.Timeouts(start=5)) as envs:  # two of them close in 6 s
+        envs.reset(seed=0)
+        while not all(recycled(envs)):
+            envs.step([1] * NUM_ENVS)
+        envs.close(timeout=0)
+
+
+def test_a_close_that_fails_before_a_recycling_is_logged(caplog):
+    class Failing(Opened):
+        def close(self):
+            super().close()
+            raise OSError("the port is stuck")
+
+    with make(Failing, Recycle(steps=5)) as envs:
+        envs.reset(seed=0)
+        while not all(recycled(envs)):
+            envs.step([1] * NUM_ENVS)
+        first, second = sorted(text for text in caplog.messages if "the port is stuck" in text)
+        assert first.startswith("env 0 (worker 0) raised OSError in close")
+        assert second.startswith("env 2 (worker 1) raised OSError in close")
 
 
 @pytest.mark.slow

@@ -94,8 +94,10 @@ def test_an_ended_process_has_no_stats():
 
 def test_top_shows_the_workers_of_another_program(capsys):
     code = """
-import jaxvec
-with jaxvec.make("CartPole-v1", 4, num_workers=2) as envs, jaxvec.make("CartPole-v1", 1) as more:
+import gymnasium, jaxvec, numpy
+table = numpy.ones(1 << 20)  # in shared memory of its own, which is no pool
+env_fn = lambda: table is not None and gymnasium.make("CartPole-v1")
+with jaxvec.make(env_fn, 4, num_workers=2) as envs, jaxvec.make("CartPole-v1", 1) as more:
     envs.reset(seed=0)
     for _ in range(10):
         envs.step([0] * 4)
