@@ -102,7 +102,7 @@ class Driver:
     def reset(self) -> object:
         """Resets every env; returns the observations of all, in env order."""
         if self.way.face != "python":
-            self._handle, obs = self._run(jax.jit(partial(_reset, self.envs)))
+            self._handle, obs = self._run(_reset, probe.fresh_handle(self.envs, self.envs.num_envs))
             return obs
         timesteps = [self.envs.reset()]
         return _in_env_order(timesteps + [self.envs.recv() for _ in range(self._turns - 1)], np)
@@ -169,8 +169,10 @@ class Driver:
 _send, _recv = jax.jit(jaxvec.send), jax.jit(jaxvec.recv)
 
 
-def _reset(envs):
-    handle, timestep = jaxvec.reset(envs)
+@jax.jit
+def _reset(handle):
+    """Resets a whole pool as `jaxvec.reset(envs)` does, compiled once for all pools of an equal spec."""
+    handle, timestep = probe.bind_reset(handle, None, None, None, fresh=True)
     return _receive(handle, [timestep])
 
 

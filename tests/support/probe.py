@@ -53,6 +53,7 @@ from jaxvec._workers.fair_locks import FairLocks
 from jaxvec._workers.supervisor import Supervisor
 from jaxvec.callbacks import _call, _ffi, _io_callback, _operands, _primitive
 from jaxvec.callbacks._family import EnvFamily
+from jaxvec.callbacks._functions import bind_reset, fresh_handle
 from jaxvec.callbacks._packing import Packing
 from jaxvec.cli import _main
 from jaxvec.cli._main import main
