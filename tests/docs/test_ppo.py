@@ -74,10 +74,33 @@ class TargetEnv(gymnasium.Env):
         (self.folder / f"{id(self)}-{self.np_random_seed}").write_text(str(self.steps))
 
 
+class OwnEnv(CartPoleEnv):
+    """A class of a module, with an argument."""
+
+    def __init__(self, force=10.0, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.force_mag = force
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, reward * self.force_mag, *rest
+
+
 @pytest.mark.jax_version
-@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.nightly)])
-def test_ppo_trains_and_writes_a_folder(env, capsys):
-    result = ppo.main([*SMALL, "--env", env, "--total-steps", "900", "--name", "a", "--seed", "3"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        "own_envs:OwnEnv",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("CartPole-v1", "Pendulum-v1")),
+    ],
+)
+def test_ppo_trains_and_writes_a_folder(env, capsys, monkeypatch):
+    """The arguments of an own class are those of the run, also for `--evaluate`."""
+    monkeypatch.setitem(sys.modules, "own_envs", SimpleNamespace(OwnEnv=OwnEnv))
+    own = env == "own_envs:OwnEnv"
+    words = [*SMALL, "--env", env, "--total-steps", "900", "--name", "a", "--seed", "3"]
+    words += ["--env-kwargs", '{"force": 5.0}', "--spare-envs", "1"] if own else []
+    result = ppo.main(words)
     assert result.env_steps == 960
     assert result.folder == Path("runs/a")
     record = json.loads(Path("runs/a/config.json").read_text())
@@ -95,6 +118,12 @@ def test_ppo_trains_and_writes_a_folder(env, capsys):
     assert "\r" not in printed.err
     assert printed.err.startswith("compiling\n")
     assert "100%  960 steps" in printed.err
+    if own:
+        ppo.main(["--evaluate", "runs/a"])
+        mean = float(capsys.readouterr().out.split()[2])
+        assert mean == result.latest("evaluation")
+        assert mean % 5 < 1e-6
+        assert result.latest("episode_return") == pytest.approx(5 * result.latest("episode_length"))
 
 
 def returns_of(folder):
@@ -401,31 +430,6 @@ def test_ppo_trains_an_env_that_a_module_registers(films, monkeypatch, tmp_path)
     assert result.env_steps == 64
     del sys.modules["own_module"]
     del gymnasium.registry["Own-v0"]
-
-
-class OwnEnv(CartPoleEnv):
-    """A class of a module, with an argument."""
-
-    def __init__(self, force=10.0, render_mode=None):
-        super().__init__(render_mode=render_mode)
-        self.force_mag = force
-
-    def step(self, action):
-        obs, reward, *rest = super().step(action)
-        return obs, reward * self.force_mag, *rest
-
-
-def test_ppo_trains_a_class_of_a_module_with_arguments(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "own_envs", SimpleNamespace(OwnEnv=OwnEnv))
-    words = [*SMALL, "--env", "own_envs:OwnEnv", "--env-kwargs", '{"force": 5.0}', "--total-steps", "640"]
-    words += ["--spare-envs", "1"]
-    run = ppo.main([*words, "--name", "a"])
-    assert run.latest("episode_return") == pytest.approx(5 * run.latest("episode_length"))
-    capsys.readouterr()
-    ppo.main(["--evaluate", "runs/a"])  # the arguments are those of the run
-    mean = float(capsys.readouterr().out.split()[2])
-    assert mean % 5 < 1e-6
-    assert mean == run.latest("evaluation")
 
 
 @pytest.mark.parametrize(
