@@ -174,18 +174,20 @@ def test_close_during_a_step_ends_it(drive):
     driver.reset()
     step = Background(partial(driver.step, 7))
     wait_until_running(driver.envs)
-    assert_closes(driver)
+    driver.close()
     with pytest.raises(jaxvec.PoolClosedError):
         step.result()
+    assert_closes(driver)
 
 
 def test_close_during_a_reset_ends_it(drive):
     driver = drive(failing("reset", signal.pause), reset_timeout=None, step_timeout=None)
     reset = Background(driver.reset)
     wait_until_running(driver.envs)
-    assert_closes(driver)
+    driver.close()
     with pytest.raises(jaxvec.PoolClosedError):
         reset.result()
+    assert_closes(driver)
 
 
 def test_close_while_steps_go_on_ends_them(drive):
@@ -200,9 +202,10 @@ def test_close_while_steps_go_on_ends_them(drive):
 
     steps = Background(step)
     assert started.wait(PATIENCE)
-    assert_closes(driver)
+    driver.close()
     with pytest.raises(jaxvec.PoolClosedError):
         steps.result()
+    assert_closes(driver)
 
 
 @pytest.mark.slow
