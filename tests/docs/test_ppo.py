@@ -204,7 +204,8 @@ ppo.main(["--env", "Stuck-v0", "--num-envs", "1", "--num-workers", "1", *sys.arg
 def test_a_program_that_hangs_ends_at_once_by_signals(steps):
     options = "--num-steps 16 --num-minibatches 1 --name a"
     words = [sys.executable, "-c", STUCK.replace("STEPS", str(steps)), *options.split()]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as program:
+    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile: the program is never fast
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=quick) as program:
         assert program.stderr.readline() == "compiling\n"
         if steps:
             assert "steps/s" in program.stderr.readline()
