@@ -250,7 +250,7 @@ def test_states_are_exact_where_results_show_a_shared_array(make):
             reward = super().step(action)[1]
             return self.table[action : action + 1], reward, False, False, {"table": self.table.T}
 
-    mine = np.arange(2 << 20, dtype=np.float64)
+    mine = np.arange(1 << 18, dtype=np.float64)  # 2 MB, as workers share arrays from 1 MB on
     mine.flags.writeable = False
     envs = make(lambda: Showing(mine), 2, num_workers=2, states=4)
     envs.reset()
