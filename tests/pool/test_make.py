@@ -1040,7 +1040,7 @@ STRANGE_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("answer", [None, KeyError, RuntimeError])
+@pytest.mark.parametrize("answer", [None, KeyError, pytest.param(RuntimeError, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", STRANGE_OPTIONS.values(), ids=STRANGE_OPTIONS)
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.Wrapper(TimeLimit(env, 7))])
 def test_envs_are_not_asked_for_undeclared_attributes(make, tmp_path, monkeypatch, answer, options, wrap):
