@@ -75,8 +75,17 @@ def filters():
         pytest.skip(f"system calls can't be denied here: {probe.stderr.splitlines()[-1]}")
 
 
+# Without memfd_create, the other calls for a segment are not made, so they are also denied without it.
+ALL, ALL_BUT_ONE = ",".join(CALLS), ",".join(call for call in CALLS if call != "memfd_create")
+
+
 @pytest.mark.parametrize(
-    ("calls", "number"), [*((call, "EPERM") for call in CALLS), (",".join(CALLS), "ENOSYS")]
+    ("calls", "number"),
+    [
+        (ALL, "ENOSYS"),
+        (ALL_BUT_ONE, "EPERM"),
+        *(pytest.param(call, "EPERM", marks=pytest.mark.slow) for call in CALLS),
+    ],
 )
 def test_a_pool_works_where_system_calls_are_denied(calls, number):
     done = run(calls, number, "-c", POOL)
@@ -92,7 +101,7 @@ def test_a_pool_works_where_system_calls_are_denied(calls, number):
 
 
 def test_doctor_shows_denied_system_calls():
-    done = run(",".join(CALLS), "EPERM", "-m", "jaxvec", "doctor")
+    done = run(ALL, "EPERM", "-m", "jaxvec", "doctor")
     lines = done.stdout.splitlines()
     for name in CALLS.values():
         line = next(line for line in lines if line.startswith(name))
