@@ -60,8 +60,13 @@ def assert_equal(found, expected):
 
 def scan(envs, chosen):
     handle, first = jaxvec.reset(envs, seed=3)
-    _, rows = jax.jit(lambda handle: jax.lax.scan(jaxvec.step, handle, chosen))(handle)
+    _, rows = _steps(handle, chosen)
     return jax.tree.map(np.asarray, (first, rows))
+
+
+@jax.jit
+def _steps(handle, chosen):
+    return jax.lax.scan(jaxvec.step, handle, chosen)
 
 
 def rows_of_counting(chosen, faults, length):
