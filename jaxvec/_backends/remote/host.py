@@ -180,11 +180,11 @@ class WorkerHost:
             with worker_slot.channel.sending:
                 if incarnation != worker_slot.incarnation:
                     continue
-                if message is None:
-                    worker_slot.channel.shut()
-                    continue
                 try:
-                    worker_slot.channel.send(message, descriptors=descriptors)
+                    if message is None:
+                        worker_slot.channel.shut()
+                    else:
+                        worker_slot.channel.send(message, descriptors=descriptors)
                 except EOFError:  # the worker is dead; `run` reports that
                     pass
                 except Exception as error:

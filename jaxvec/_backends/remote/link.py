@@ -21,7 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -548,30 +548,21 @@ def _start_thread(target: Callable[[], None]) -> threading.Thread:
 # --- The launcher of workers at hosts --------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class HostLauncher(Launcher):
-    """The launcher of the workers of a pool at hosts.
-
-    Args:
-        groups: Workers of each host.
-        sources: Source of each host.
-        on_close: Called at the end.
-    """
+    """The launcher of the workers of a pool at hosts."""
 
     at_sockets = True
 
-    def __init__(
-        self,
-        groups: Sequence[range],
-        slices: Slices,
-        config: PoolConfig,
-        sources: Sequence[HostSource],
-        on_close: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.slices = slices
-        self.config: PoolConfig = config.for_workers()
+    groups: Sequence[range]  # workers of each host
+    slices: Slices
+    config: PoolConfig
+    sources: Sequence[HostSource]  # one for each host
+    on_close: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.config = self.config.for_workers()
         self.wake_pipe: WakePipe = WakePipe()
-        self._groups = groups
-        self._sources, self._on_close = sources, on_close
         self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
         self._links: dict[int, HostLink] = {}  # latest link of each host, by number
         self._incarnations: Counter[int] = Counter()  # by worker
@@ -580,7 +571,7 @@ class HostLauncher(Launcher):
     def partition(self, slices: Slices) -> Slices:
         # Ring only the first worker's doorbell for all slots of a host: its `Shipper` waits for that one.
         parts: list[tuple[int, int]] = []
-        for group in self._groups:
+        for group in self.groups:
             stop = slices[group[-1]][1]
             parts += [(slices[group[0]][0], stop), *[(stop, stop)] * (len(group) - 1)]
         return tuple(parts)
@@ -589,10 +580,10 @@ class HostLauncher(Launcher):
         if self._closed:  # by another thread
             raise ConnectionError("the pool is closed")
         self._incarnations[worker] += 1
-        number, group = next(each for each in enumerate(self._groups) if worker in each[1])
+        number, group = next(each for each in enumerate(self.groups) if worker in each[1])
         link = self._links.get(number)
         if link is None or link.lost:
-            link = self._links[number] = HostLink(self, self._sources[number], group, link)
+            link = self._links[number] = HostLink(self, self.sources[number], group, link)
         remote = link.launch(worker, self._incarnations[worker])
         return remote, remote
 
@@ -603,7 +594,7 @@ class HostLauncher(Launcher):
         self._links.clear()
         self._arrays = None
         self.wake_pipe.close()
-        self._on_close()
+        self.on_close()
 
     def map_segment(self, descriptor: int, layout: Layout) -> Arrays:
         """Maps the pool's segment, once for all links, because each mapping holds a descriptor."""

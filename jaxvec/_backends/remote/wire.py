@@ -363,11 +363,8 @@ class Listener:
             try:
                 hello = _read_hello(sock)
             except Exception as error:
-                why = (
-                    str(error)
-                    if isinstance(error, HostLostError)
-                    else f"sent no valid description: {error!r}"
-                )
+                is_phrase = isinstance(error, HostLostError)
+                why = str(error) if is_phrase else f"sent no valid description: {error!r}"
                 _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
                 Connection(tcp, sock).send(MESSAGE, pickle.dumps(("reject", (why,))))
                 raise
