@@ -115,7 +115,7 @@ class RolloutActor:
                 self._timestep = jax.device_put(unpack(*carry))
             self._saves, self._number = program.save_states, number
             self._snapshot()  # fails now, rather than after a rollout, if envs have no states
-            self._key = jax.random.fold_in(jax.random.key(program.seed), number)
+            self._key = self._fold_in(jax.random.key(program.seed), np.uint32(number))
             self._version = -1
             self._total = pool_of(self._envs).stats(processes=False).total
         except Exception as error:
