@@ -403,8 +403,6 @@ def _unpack_error(packed: RemoteError, place: _Place, when: str) -> _errors.Roll
 
 # --- The learner's interface -----------------------------------------------------------------------------
 
-_POOL_OPTIONS = {option.name for option in fields(PoolConfig)}
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -568,7 +566,6 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             raise ValueError(f"num_actors must be (least, most), not {num_actors}")
         check_count("seed", seed, 0)
         self._device = device
-        self._closed = False
         self._early: deque[PackedRollout] = deque()  # finished before the least number of actors had started
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = 0
@@ -587,7 +584,8 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         options["backend"] = "process" if needs_process else "serial"
         if save_states:
             options.setdefault("states", num_envs)
-        PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
+        names = options.keys() & {option.name for option in fields(PoolConfig)}
+        PoolConfig(**{name: options[name] for name in names})  # raises if one is invalid
         # Programs that an actor has compiled are there when its process is started again. On the CPU, JAX
         # keeps those that step envs only if it dispatches none asynchronously; an actor waits anyway.
         cache = os.path.join(tempfile.gettempdir(), f"jaxvec-{secrets.token_hex(8)}")
@@ -688,9 +686,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
 
     def close(self) -> None:
         """Closes the envs and ends the actors, within about ten seconds. May be called more than once."""
-        if not self._closed:
-            self._closed = True
-            self._finalizer.detach()
+        if self._finalizer.detach():
             self._actors.close(gently=self._broken is None)
 
     def __exit__(self, *_: object) -> None:
@@ -719,7 +715,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             raise
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._finalizer.alive:
             raise _errors.PoolClosedError("the Rollouts were closed; create new ones")
         if self._broken is not None:
             raise _errors.PoolBrokenError(
