@@ -681,6 +681,7 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
 
 
 def test_params_with_jax_keys_start_no_actor(make_rollouts):
+    wait_until(lambda: ray.available_resources().get("CPU") == 4)  # until actors of earlier tests have ended
     with pytest.raises(TypeError, match="can't contain JAX keys"):
         make_rollouts(params=jax.random.key(0))
     assert ray.available_resources().get("CPU") == 4
