@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from support.env_states import assert_goes_on
@@ -227,6 +228,31 @@ def test_states(name, module, extra):
     if module == "ale_py":
         gymnasium.register_envs(registered)
     assert_goes_on(partial(gymnasium.make, name, max_episode_steps=25), num_steps=60, ends=2)
+
+
+def test_states_of_mujoco_data_hold_its_model():
+    mujoco = needs("mujoco", "mujoco")
+
+    class Env(gymnasium.Env):
+        """Reaches its model, which each step changes, only through its data."""
+
+        observation_space = spaces.Box(0, np.inf, (), np.float64)
+        action_space = spaces.Discrete(9)
+
+        def __init__(self):
+            self.data = mujoco.MjData(mujoco.MjModel.from_xml_string("<mujoco/>"))
+
+        def reset(self, *, seed=None, options=None):
+            mujoco.mj_resetData(self.data.model, self.data)
+            self.data.model.opt.timestep = 0.0
+            return np.array(self.data.time), {}
+
+        def step(self, action):
+            self.data.model.opt.timestep += action
+            mujoco.mj_step(self.data.model, self.data)
+            return np.array(self.data.time), 0.0, self.data.time > 99, False, {}
+
+    assert_goes_on(Env, num_steps=60)
 
 
 def test_states_with_an_old_mujoco_name_the_needed_version(monkeypatch):

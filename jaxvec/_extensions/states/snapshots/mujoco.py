@@ -118,15 +118,18 @@ def save_model(saver: Saver, model: Any) -> Any:
 class _Data(Node):
     """An `MjData`, including quantities derived from its state, since envs read these before they step."""
 
+    model: Any
     data: Any
     free: list[Any]
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         _check(old, "MjData")
+        restorer.value(self.model, old.model)
         _mujoco().mj_copyData(old, old.model, self.data)
         return old
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield ".model", self.model, other.model
         for name in ("time", "qpos", "qvel", "act", "ctrl", "qacc_warmstart", "xpos", "sensordata"):
             yield f".{name}", getattr(self.data, name), getattr(other.data, name)
 
@@ -134,7 +137,7 @@ class _Data(Node):
         self.free.append(self.data)
 
     def __reduce__(self) -> Any:
-        return _Data, (self.data, [])
+        return _Data, (self.model, self.data, [])
 
 
 # By an env's `MjData`, unused `MjData`s of dropped states, because making one takes a millisecond.
@@ -143,13 +146,12 @@ _free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 def save_data(saver: Saver, data: Any) -> Any:
     model, mujoco = data.model, _mujoco()
-    saver.value(model)
     free = _free.get(data)
     if free is None:
         free = _free[data] = []
     copy = free.pop() if free else mujoco.MjData(model)
     mujoco.mj_copyData(copy, model, data)
-    return saver.remember(data, _Data(copy, free))
+    return saver.remember(data, _Data(saver.value(model), copy, free))
 
 
 @dataclass(slots=True, eq=False)
