@@ -130,7 +130,8 @@ def column(node: Node, arrays: Arrays) -> NDArray[Any]:
 
 def scalars(array: NDArray[Any]) -> Any:
     """Returns the view of `array` that writes single elements, or rows, fastest."""
-    return array.data if array.ndim == 1 else array
+    # A memoryview can't write float16 or long double.
+    return array.data if array.ndim == 1 and array.dtype.char not in "eg" else array
 
 
 def _leaf_writer(leaf: Leaf, array: NDArray[Any], check: str) -> Write:

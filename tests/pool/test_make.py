@@ -567,6 +567,22 @@ def test_vector_rewards(make, backend):
     assert envs.reward_space.shape == (2,)
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(np.float16, np.float16), (np.int32, np.float32)])
+def test_rewards_are_floats_of_their_space(make, backend, dtype, expected):
+    class Env(CountingEnv):
+        reward_space = spaces.Box(0, 9, (), dtype)
+
+        def step(self, action):
+            obs, reward, *rest = super().step(action)
+            return obs, reward / 2, *rest
+
+    envs = make(Env, 1, backend=backend)
+    envs.reset()
+    timestep = envs.step([0])
+    assert (timestep.reward.dtype, timestep.reward.tolist()) == (expected, [0.5])
+    assert timestep.info["episode_return"].tolist() == [0.5]
+
+
 class TeamEnv(gymnasium.Env):
     """Returns a list of rewards without a `reward_space`, like RWARE and Level-Based Foraging."""
 
