@@ -261,6 +261,12 @@ def test_an_option_that_the_env_takes_too_is_warned_of(make, env):
         del gymnasium.registry["Overlapping-v0"]
 
 
+def test_a_warning_that_is_an_error_leaves_no_worker(make, new_workers):
+    with pytest.raises(UserWarning, match="^batch_size is ") as caught:
+        make(Overlapping, 2, batch_size=1)
+    assert new_workers() == [], caught  # its traceback refers to the pool
+
+
 def test_an_option_is_not_warned_of_if_the_env_is_sure_to_lack_it(make):
     make(Hiding, 2, batch_size=1)
     make(lambda batch_size=3: CountingEnv(), 2, backend="serial")

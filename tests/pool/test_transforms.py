@@ -171,14 +171,21 @@ def test_lanes_that_share_a_handle_are_refused(envs):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("verb", ["reset", "step", "get_attr"])
-def test_a_handle_split_for_vmap_is_refused_without_vmap(envs, verb, jit):
+@pytest.mark.parametrize(
+    ("verb", "call"),
+    [
+        ("reset", jaxvec.reset),
+        ("step", lambda handle: jaxvec.step(handle, ACTION[:2])),
+        ("send", lambda handle: jaxvec.send(handle, ACTION[:2])),
+        ("recv", jaxvec.recv),
+        ("get_attr", lambda handle: jaxvec.get_attr(handle, "steps", int)),
+        ("call", lambda handle: jaxvec.call(handle, "reset")),
+        ("save", jaxvec.save),
+        ("restore", lambda handle: jaxvec.restore(handle, None)),
+    ],
+)
+def test_a_handle_split_for_vmap_is_refused_without_vmap(envs, verb, call, jit):
     """The io_callback transport would read the other rows of the token as seeds, masks or actions."""
-    call = {
-        "reset": lambda handle: jaxvec.reset(handle)[1].obs,
-        "step": lambda handle: jaxvec.step(handle, ACTION[:2])[1].obs,
-        "get_attr": lambda handle: jaxvec.get_attr(handle, "steps", int),
-    }[verb]
     call = jax.jit(call) if jit else call
     handle, _ = jaxvec.reset(envs)
     for wrong in (split(handle, 2), handle[0], jax.tree.map(lambda x: x.astype(float), handle)):

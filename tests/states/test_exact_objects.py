@@ -472,6 +472,10 @@ CASES: dict[str, Any] = {
         lambda env, n: env.call(n),
     ),
     # Containers and memory.
+    "view of bytes": (
+        build(view=lambda env: memoryview(b"abc")),
+        lambda env, n: env.view[n % 3],
+    ),
     "bounded deque": (
         build(held=lambda env: collections.deque([0], 3)),
         lambda env, n: env.held.append(n) or sum(env.held) + env.held.maxlen,
@@ -483,6 +487,10 @@ CASES: dict[str, Any] = {
     "ordered": (
         build(table=lambda env: collections.OrderedDict(a=1, b=2, c=3)),
         lambda env, n: env.table.move_to_end("abc"[n % 3]) or ord(next(iter(env.table))),
+    ),
+    "objects as keys": (
+        build(table=lambda env: {Thing(x=0): 0}),
+        lambda env, n: bumped(env.table, n, next(iter(env.table))),
     ),
     "named tuple": (
         build(pair=lambda env: Pair([0], {}), held=lambda env: env.pair.one),

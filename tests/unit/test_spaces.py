@@ -599,6 +599,7 @@ def test_nobody_can_make_the_memory_shorter_under_those_who_use_it():
     layout = make_layout(spec, 1)
     for sparse in (False, True):
         descriptor = segment.create_segment(layout, sparse=sparse)
+        assert (os.fstat(descriptor).st_blocks == 0) == sparse
         for size in (0, 2 * layout.nbytes):
             with pytest.raises(PermissionError):
                 os.ftruncate(descriptor, size)
