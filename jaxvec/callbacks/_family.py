@@ -63,9 +63,13 @@ class EnvFamily:
 
         options = PoolConfig(num_workers=num_workers, workers=workers).workers
 
+        # As it is in this thread. Later pools start in a thread of XLA, and need equal dtypes.
+        x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
         def start(num_envs: int) -> VectorEnv:
             num = options.num and min(options.num, num_envs)
-            return make(env, num_envs, workers=replace(options, num=num), **kwargs)
+            with _enable_x64(x64):
+                return make(env, num_envs, workers=replace(options, num=num), **kwargs)
 
         self._start: Callable[[int], VectorEnv] = start
         self.first: VectorEnv = start(1)
@@ -82,7 +86,7 @@ class EnvFamily:
     def pool(self, num_envs: int) -> Pool:
         """Returns the pool of `num_envs` envs, and starts it if necessary.
 
-        Programs call this at run time, so it must not use JAX. Raises `PoolClosedError`,
+        Programs call this at run time, so it must not start JAX programs. Raises `PoolClosedError`,
         `SpaceMismatchError`, and the errors of `jaxvec.make`.
         """
         with self._starting:
@@ -144,6 +148,10 @@ class EnvFamily:
             )
         if self.closed:
             raise PoolClosedError("the env is closed; make a new env")
+
+
+# The latter is gone from newer versions of JAX.
+_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
 
 def _first(tree: Any) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import gymnasium
@@ -16,7 +17,7 @@ import pytest
 from gymnasium import spaces
 from support import probe
 from support.disasters import PATIENCE
-from support.probe import _spaces, pool_of
+from support.probe import EnvFamily, _spaces, pool_of
 
 import jaxvec
 from jaxvec.compat import gymnax as face
@@ -246,6 +247,14 @@ def test_some_of_the_lanes_can_be_stepped(make):
     obs, *_ = jax.jit(partial(step, env))(half, jnp.array([5, 6]))
     assert obs[:, ACTION].tolist() == [5, 6]
     assert env.pools[4].get_attr("steps") == (0, 1, 1, 0)
+
+
+def test_a_pool_that_another_thread_starts_has_the_dtypes_of_the_first():
+    with jax.enable_x64(True):
+        family = EnvFamily(CountingEnv)
+    with family, ThreadPoolExecutor(1) as threads:  # as XLA, in a thread without the setting
+        for pool in (pool_of(family.first), threads.submit(family.pool, 2).result(timeout=60)):
+            assert [leaf.stored for leaf in pool.spec.action_leaves] == [np.int64]
 
 
 def test_threads_that_reset_as_many_lanes_start_one_pool(make):
