@@ -22,7 +22,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._settings import Config, check_choice, config
-from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
+from jaxvec._spec import Autoreset, MaxSizes, declarations, parse_autoreset
 from jaxvec._util import can_bind
 
 if TYPE_CHECKING:
@@ -422,8 +422,7 @@ class PoolConfig:
             if not isinstance(getattr(self, name), part):
                 raise TypeError(f"{name} must be a jaxvec.{part.__name__}, not {getattr(self, name)!r}")
         # `info` may be an iterator, which can be read only once, so its content is stored.
-        declared, learnt = undeclared(self.info)
-        object.__setattr__(self, "info", declared | dict.fromkeys(learnt))
+        object.__setattr__(self, "info", declarations(self.info))
         if self.max_sizes is not None:
             MaxSizes(self.max_sizes)  # raises if it is invalid
         object.__setattr__(self, "workers", self._merge_workers())

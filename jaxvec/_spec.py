@@ -954,16 +954,15 @@ def declared_leaves(
     return DictNode(("info",), tuple(keys), tuple(children))
 
 
-def undeclared(info: Mapping[str, Any] | Iterable[str] | None) -> tuple[dict[str, Any], list[str]]:
+def declarations(info: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:
     """Returns `make`'s `info` as a dict of declarations; keys to infer from a first reset have `None`."""
     if info is None:
-        return {}, []
+        return {}
     if isinstance(info, str):
         raise TypeError(f"info must be a dict or a list of keys, not the string {info!r}; use [{info!r}]")
     if not isinstance(info, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"info must be a dict or a list of keys, not {info!r}")
-    given = dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
-    return given, [key for key, declaration in given.items() if declaration is None]
+    return dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
 
 
 def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: MaxSizes | None) -> Node:

@@ -24,7 +24,7 @@ from jaxvec._memory.segment import Place, split_evenly
 from jaxvec._options import PoolConfig
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
+from jaxvec._spec import Autoreset, DtypePolicy, declarations, make_spec
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.interpreter import Interpreter
@@ -85,7 +85,8 @@ def start(
     slices = split_evenly(num_envs, num_workers, together)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
     env_fns = [interpreter.adapt(env_fn) for env_fn in env_fns]
-    declared, learnt = undeclared(config.info)
+    declared = declarations(config.info)
+    learnt = [key for key, declaration in declared.items() if declaration is None]
     recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces, shares_values=shares_values)
     workers = backend.start(recipe, learn_info=bool(learnt))
     try:
@@ -152,13 +153,12 @@ def _backend(given: Any) -> Backend:
         return LocalProcesses()
     if given == "serial":
         return SerialBackend()
-    others: Any = importlib.import_module("jaxvec._backends")
-    backend: Backend | None = others.named(given)
-    if backend is None:
-        raise ValueError(
-            f'backend must be "process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote, not {given!r}'
-        )
-    return backend
+    if given == "ray":
+        ray: Any = importlib.import_module("jaxvec._backends.ray.backend")
+        return ray.Ray()
+    raise ValueError(
+        f'backend must be "process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote, not {given!r}'
+    )
 
 
 def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> int:

@@ -1,4 +1,4 @@
-"""Small helpers: usable cores, free memory, install commands, calls in a thread, pickling and copies."""
+"""Small helpers: usable cores, free memory, install commands, calls in a thread, and pickling."""
 
 from __future__ import annotations
 

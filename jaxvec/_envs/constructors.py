@@ -52,9 +52,9 @@ from jaxvec._util import install_command
 # --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------
 
 # Packages with a name that differs from the namespace of their ids.
-_PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}
+PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}
 # Modules of packages with another name, and the extras that install them.
-_EXTRAS = {"ale_py": "atari"}
+EXTRAS = {"ale_py": "atari"}
 
 
 def listed(env: Any) -> Any:
@@ -241,7 +241,7 @@ def _import(module: str, env_id: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # of another package that the module needs
-        extra = _EXTRAS.get(module, module)
+        extra = EXTRAS.get(module, module)
         raise ModuleNotFoundError(
             f"{env_id}: there is no module {module!r}; correct the name, or install its package, as in "
             + install_command(extra),
@@ -272,7 +272,7 @@ def find_spec(env_id: str) -> EnvSpec:
         raise gymnasium.error.NameNotFound(f"{error} {advice}") from None
     except gymnasium.error.NamespaceNotFound as error:
         namespace = name.partition("/")[0]
-        package = _PUBLISHERS.get(namespace, "the_package")
+        package = PUBLISHERS.get(namespace, "the_package")
         raise gymnasium.error.NamespaceNotFound(
             f"{error} A package registers its ids, such as those with {namespace}/, when it is imported. "
             f'Name the package in the id: jaxvec.make("{package}:{name}", …)'

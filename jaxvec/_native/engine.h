@@ -9,7 +9,7 @@
 //
 // Python handles everything else: a stale handle, a pool that is broken, closed or busy, an env that fails or
 // is slow. A move then returns the reason and has changed nothing, or it returns in the middle of its wait.
-// So all supervision and all error texts are in one language (_pool/pool.py).
+// So all supervision and all error texts are in one language (_pool/).
 #pragma once
 
 #include <atomic>
@@ -170,7 +170,7 @@ class Engine {
  public:
   explicit Engine(const Plan& plan);
 
-  // Answers a program's call, with operands and results as in `Call` of callbacks/_program.py. They are in
+  // Answers a program's call, with operands and results as in `Call` of callbacks/_call.py. They are in
   // host memory, except for results that `target` copies.
   Status answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
                 const std::vector<Array>& results, Target& target, int64_t* waited_ns);

@@ -182,8 +182,8 @@ def check_all(answers: list[Any]) -> list[Any]:
     return answers
 
 
-def describe_losses(settings: EnvSettings | None, slots: Collection[int]) -> str:
-    """Describes what rebuilt envs lose, for the log. Their settings forget the lost changes."""
+def take_losses(settings: EnvSettings | None, slots: Collection[int]) -> str:
+    """Makes settings forget the changes that rebuilt envs lose, and returns them for the log."""
     lost = settings.forget_calls(slots) if settings is not None else ()
     return f" (changes that call or map made to {name_envs(lost)} are lost)" if lost else ""
 

@@ -174,11 +174,9 @@ class ProcessWorkers(WorkerGroup):
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self.takes_verbs = self.maps_segment and not self._objects_in
-        self._partition = self._launcher.partition(self._slices)
         marks, channels = Marks.of(arrays), self.supervisor.channels
-        self._dispatch = parent_end(
-            self._kind, marks, slices=self._partition, channels=channels, spin_ns=spin_ns
-        )
+        partition = self._launcher.partition(self._slices)
+        self._dispatch = parent_end(self._kind, marks, slices=partition, channels=channels, spin_ns=spin_ns)
         self._arrays = arrays
         self._running = arrays["running",][:, 0].copy()  # at the last look; guarded by `polling`
         if not self._launcher.at_sockets:

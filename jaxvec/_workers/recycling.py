@@ -23,7 +23,7 @@ from jaxvec._envs.slice import EnvSettings
 from jaxvec._options import Recycle
 from jaxvec._stats import STEPS, family_of, memory_of
 from jaxvec._workers.base import Slices
-from jaxvec._workers.diagnosis import describe_losses, name_worker
+from jaxvec._workers.diagnosis import name_worker, take_losses
 
 _logger = logging.getLogger("jaxvec")
 _LOOK_INTERVAL_NS = 100_000_000  # between reads of /proc, which take about 50 µs
@@ -61,12 +61,12 @@ class Age:
     """The memory and the age of this process, compared with the limits."""
 
     def __init__(self, limits: Recycle, stats: memoryview) -> None:
-        self.limits, self._stats = limits, stats
+        self._limits, self._stats = limits, stats
         self._born_ns, self._first_step, self._next_look_ns = monotonic_ns(), stats[STEPS], 0
 
     def exceeded(self, now_ns: int) -> str:
         """Returns a description of a limit that is exceeded, or an empty text."""
-        limits, steps = self.limits, self._stats[STEPS] - self._first_step
+        limits, steps = self._limits, self._stats[STEPS] - self._first_step
         if not steps:  # limits that are too low must not stop all progress
             return ""
         found: dict[str, Any] = {"steps": steps}
@@ -109,7 +109,7 @@ class Recycling:
         if message.data is None:
             self._incarnations[worker] += 1
             fate = f"its episodes are cut, because their states are not exact: {message.inexact}"
-            fate += describe_losses(self._settings, range(*self._slices[worker]))
+            fate += take_losses(self._settings, range(*self._slices[worker]))
         _logger.info("%s is recycled, as %s: %s", name, reason, fate)
         self._exported[worker] = message
 
@@ -139,7 +139,7 @@ class Recycling:
             name = name_worker(worker, self._slices[worker])
             _logger.info("%s: its saved states are lost by the recycling", name)
         for slot, reason in imported.cut.items():
-            losses = describe_losses(self._settings, [slot])
+            losses = take_losses(self._settings, [slot])
             _logger.info("env %d could not continue, so its episode is cut: %s%s", slot, reason, losses)
 
     def forget(self, worker: int) -> None:

@@ -32,7 +32,7 @@ from jaxvec._tracing import Record
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, choose_dispatch, open_engine, parent_end
 from jaxvec._workers.budget import Budget
-from jaxvec._workers.diagnosis import describe_losses
+from jaxvec._workers.diagnosis import take_losses
 from jaxvec._workers.protocol import WorkerRecipe
 
 
@@ -151,7 +151,7 @@ class SerialWorkers(WorkerGroup):
     def _recover(self, failure: EnvFailure) -> None:
         slot, known, rebuild = failure.env_id, self.env_settings, self._budget.rebuilds
         while True:
-            losses = describe_losses(known, [slot]) if rebuild else ""
+            losses = take_losses(known, [slot]) if rebuild else ""
             self._budget.spend(0, self._to_error(failure), losses)
             settings = known.of(slot) if rebuild and known is not None else None
             try:

@@ -48,7 +48,7 @@ from jaxvec._util import dumps
 from jaxvec._workers import protocol
 from jaxvec._workers.base import Check, Launcher, Process, WaitLimits
 from jaxvec._workers.budget import Budget
-from jaxvec._workers.diagnosis import Diagnosis, describe_losses, join, name_envs
+from jaxvec._workers.diagnosis import Diagnosis, join, name_envs, take_losses
 from jaxvec._workers.fair_locks import FairLocks
 from jaxvec._workers.recycling import ExportedSlots, Recycling, Retire
 
@@ -428,7 +428,7 @@ class Supervisor:
         if (message := self._recycling.cut_after(worker, error)) is not None:
             self._recycle(worker, message)
             return
-        losses = describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
+        losses = take_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
         self._note_loss(worker, str(error))
         self.incarnations[worker] += 1
@@ -513,7 +513,7 @@ class Supervisor:
             self.replace(worker, error)
             return
         rebuild = self._budget.rebuilds
-        losses = describe_losses(self.env_settings, [error.env_id]) if rebuild else ""
+        losses = take_losses(self.env_settings, [error.env_id]) if rebuild else ""
         self._budget.spend(worker, error, losses)
         self._grace = max(self._grace, time.monotonic())
         settings = self.env_settings.of(error.env_id) if rebuild and self.env_settings else None

@@ -6,6 +6,7 @@ reset of *n* envs runs for the first time, and is kept for later resets.
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -150,8 +151,9 @@ class EnvFamily:
             raise PoolClosedError("the env is closed; make a new env")
 
 
-# The latter is gone from newer versions of JAX.
-_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+# Older versions of JAX have it in another module.
+_place: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
+_enable_x64: Any = _place.enable_x64
 
 
 def _first(tree: Any) -> Any:

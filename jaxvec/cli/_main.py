@@ -86,9 +86,6 @@ class Command:
 
 # --- The argument ENV ------------------------------------------------------------------------------------
 
-# Namespace of ids: the package that registers them when it is imported, and the extra that installs it.
-_PUBLISHERS = {"ALE": ("ale_py", "atari")}
-
 
 @dataclass(frozen=True)
 class Target:
@@ -156,9 +153,8 @@ def _resolve(options: Namespace) -> Target:
         imported = _import(name, module)
         if not re.search(r"-v\d+$", rest):
             return _checked(Target(name, _callable(name, imported, rest), kwargs))
-    elif (namespace := name.partition("/")[0]) in _PUBLISHERS:
-        package, extra = _PUBLISHERS[namespace]
-        _import(name, package, _util.install_command(extra))
+    elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
+        _import(name, package, _util.install_command(constructors.EXTRAS.get(package, package)))
         return _checked(Target(name, f"{package}:{name}", kwargs))
     return _checked(Target(name, name, kwargs))
 
