@@ -368,6 +368,13 @@ def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
     return slots
 
 
+def check_name(name: Any) -> None:
+    """Raises a `TypeError` unless `name` can name a method or an attribute of an env."""
+    if not isinstance(name, str):
+        advice = "; to run a function, use envs.map" if callable(name) else ""
+        raise TypeError(f"the name of a method or attribute must be a str, not {name!r}{advice}")
+
+
 def check_ids(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     """Raises `EnvIdError` if an array of this dtype and shape cannot contain env ids."""
     if len(shape) != 1 or dtype.kind not in "iu":

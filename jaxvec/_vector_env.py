@@ -530,6 +530,7 @@ class VectorEnv:
         """
         if call:
             return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
+        _arguments.check_name(name)
         return tuple(self._pool.env_calls.get_attr(_arguments.check_indices(indices, self.num_envs), name))
 
     @_on_host
@@ -556,6 +557,7 @@ class VectorEnv:
                 print(envs.get_attr("g"))  # (9.81, 1.62)
             ```
         """
+        _arguments.check_name(name)
         slots = _arguments.check_indices(indices, self.num_envs)
         each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
         if len(each) != len(slots):
@@ -709,6 +711,7 @@ class VectorEnv:
     def _call(
         self, name: str, args: Any, kwargs: Any, indices: Any, on_started: Any = None, verb: Verb = Verb.CALL
     ) -> tuple[Any, ...]:
+        _arguments.check_name(name)
         slots = _arguments.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
         return tuple(self._pool.env_calls.call(Move(verb, slots), name, each, kwargs, on_started=on_started))

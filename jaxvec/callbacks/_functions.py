@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec._arguments import check_action, check_ids, check_options, find_first
+from jaxvec._arguments import check_action, check_ids, check_name, check_options, find_first
 from jaxvec._dispatch.move import Verb
 from jaxvec._spec import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
@@ -318,6 +318,7 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
 
 def _extra(name: str, args: Any, tree: Any) -> bytes:
     """Returns `Call.extra` of a method or attribute, with equal bytes for equal calls."""
+    check_name(name)
     skeleton = jax.tree.unflatten(tree, range(tree.num_leaves))
     return dumps((name, args, skeleton))
 

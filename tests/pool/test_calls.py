@@ -208,6 +208,28 @@ def test_attribute_error_inside_a_method_is_no_missing_method(make, backend):
     assert type(info.value) is jaxvec.EnvError
 
 
+NAMED = {
+    "call": lambda envs, name: envs.call(name),
+    "call_async": lambda envs, name: envs.call_async(name).result(200),
+    "get_attr": lambda envs, name: envs.get_attr(name),
+    "get_attr, not called": lambda envs, name: envs.get_attr(name, call=False),
+    "set_attr": lambda envs, name: envs.set_attr(name, 1),
+    "call in a program": lambda envs, name: jaxvec.call(jaxvec.reset(envs)[0], name),
+    "get_attr in a program": lambda envs, name: jaxvec.get_attr(jaxvec.reset(envs)[0], name, int),
+}
+
+
+@pytest.mark.parametrize("ask", NAMED.values(), ids=NAMED)
+def test_a_name_that_is_no_str_is_refused(make, backend, ask):
+    envs = make(wrapped, 2, backend=backend)
+    for name in (None, 3, b"level", ["level"], np.array(["level"])):
+        with pytest.raises(TypeError, match="the name of a method or attribute must be a str, not"):
+            ask(envs, name)
+    with pytest.raises(TypeError, match=r"not <function .*twice.*; to run a function, use envs\.map"):
+        ask(envs, Leveled.twice)
+    assert envs.get_attr("level") == (0, 0)
+
+
 # --- Indices -----------------------------------------------------------------------------------
 
 ASK = {
