@@ -123,6 +123,8 @@ def _explain_attribute(error: BaseException, name: str) -> str:
         similar = difflib.get_close_matches(missing, dir(error.obj), 1) if missing else []  # pyright: ignore
     except Exception:  # `dir` calls the env's code
         similar = []
+    if missing in similar:  # the attribute exists: its property raised
+        return f": {_text(error)}"
     # The first words of the message name the attribute already, unless it is a part of a dotted name.
     text = "" if missing == name else f": {_text(error)}"
     return f"{text}. Did you mean {similar[0]!r}?" if similar else text

@@ -208,6 +208,21 @@ def test_attribute_error_inside_a_method_is_no_missing_method(make, backend):
     assert type(info.value) is jaxvec.EnvError
 
 
+def test_attribute_error_of_a_property_keeps_its_text(make, backend):
+    class Lazy(CountingEnv):
+        @property
+        def scene(self):
+            raise AttributeError("the scene is loaded by reset")
+
+    envs = make(Lazy, 1, backend=backend)
+    for ask in (lambda: envs.get_attr("scene"), lambda: envs.call("scene")):
+        with pytest.raises(
+            jaxvec.EnvAttributeError, match="'scene'.*: the scene is loaded by reset$"
+        ) as info:
+            ask()
+        assert "Did you mean" not in str(info.value)
+
+
 NAMED = {
     "call": lambda envs, name: envs.call(name),
     "call_async": lambda envs, name: envs.call_async(name).result(200),
