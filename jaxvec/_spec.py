@@ -962,7 +962,14 @@ def declarations(info: Mapping[str, Any] | Iterable[str] | None) -> dict[str, An
         raise TypeError(f"info must be a dict or a list of keys, not the string {info!r}; use [{info!r}]")
     if not isinstance(info, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"info must be a dict or a list of keys, not {info!r}")
-    return dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
+    given = dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
+    for key in given:
+        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"info: the key {key!r} is no str, as programs need; rename it in a wrapper, or read it with "
+                "VectorEnv.infos()"
+            )
+    return given
 
 
 def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: MaxSizes | None) -> Node:
