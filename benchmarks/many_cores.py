@@ -57,16 +57,16 @@ class Costs:
 
 def measure(steps: int, turns: int) -> Costs:
     """Measures the terms with envs that do nothing, in jitted scans over FFI."""
-    grid = list(itertools.product((4, 8, 14), (64, 1024, 4096)))
-    cpu = [_least(workers, num_envs, steps, turns)[0] for workers, num_envs in grid]
-    terms = np.array([(1, workers, num_envs) for workers, num_envs in grid], float)
-    # Relative errors, since the largest pools would determine all of an absolute fit.
-    (call, wake, row), *_ = np.linalg.lstsq(terms / np.array(cpu)[:, None], np.ones(len(cpu)), rcond=None)
-    _, few = _least(1, 64, steps, turns)
-    _, many = _least(1, 4096, steps, turns)
-    loop = (many - few) / (4096 - 64) - row - _bare()
-    _, single = _least(1, 1, steps, turns)
-    return Costs(call, wake, row, single - call - wake - row - loop - _bare(), loop)
+    least = partial(_least, steps=steps, turns=turns)
+    # CPU time and duration of 4 and 14 workers with 64 envs, and of 4 workers with 4,096 envs.
+    few, more, long = least(4, 64), least(14, 64), least(4, 4096)
+    wake = (more[0] - few[0]) / (14 - 4)
+    row = (long[0] - few[0]) / (4096 - 64)
+    call = few[0] - 4 * wake - 64 * row
+    one, many = least(1, 64), least(1, 4096)
+    loop = (many[1] - one[1]) / (4096 - 64) - row - _bare()
+    latency = one[1] - one[0] - 64 * (loop + _bare())
+    return Costs(call, wake, row, latency, loop)
 
 
 def _least(workers: int, num_envs: int, steps: int, turns: int) -> tuple[float, float]:
