@@ -82,7 +82,7 @@ class BatchSlice(Slice):
 
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
         places = (divmod(slot - self.first, self._size) for slot in slots)
-        return [one_of(self._raw[which], row, self._size) for which, row in places]
+        return [self._copied(one_of(self._raw[which], row, self._size)) for which, row in places]
 
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         partly = not self._spec.autoreset.resets

@@ -417,7 +417,7 @@ class EnvSlice(Slice):
         self.slots.record(recorder)
 
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        return [self.rows.infos[slot - self.first] for slot in slots]
+        return [self._copied(self.rows.infos[slot - self.first]) for slot in slots]
 
     def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
         self.rows.given = {slot - self.first: action for slot, action in zip(slots, actions, strict=True)}

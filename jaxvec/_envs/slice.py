@@ -172,7 +172,7 @@ class Slice(ABC):
 
     @abstractmethod
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last step or reset."""
+        """Returns copies of the raw info of each env's last step or reset: the env may change its own."""
 
     def set_options(self, options: Options) -> None:
         """Sets the options of all later resets that the program requests, one per env of the slice."""

@@ -438,6 +438,27 @@ def test_attributes_calls_and_raw_infos(make, backend):
         envs.infos([3])
 
 
+@pytest.mark.parametrize("per_instance", [None, 2])
+def test_infos_stay_as_they_were_when_an_env_reuses_its_own(make, backend, per_instance):
+    class Reusing(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.info = {"steps": [0]}
+
+        def step(self, action):
+            self.info["steps"][0] += 1
+            return *super().step(action)[:4], self.info
+
+    env_fn = Reusing if per_instance is None else lambda: SyncVectorEnv([Reusing] * 2)
+    envs = make(env_fn, 2, backend=backend, envs_per_instance=per_instance)
+    envs.reset(seed=0)
+    found = []
+    for _ in range(3):
+        envs.step([0, 0])
+        found.append(envs.infos())
+    assert [[list(info["steps"]) for info in infos] for infos in found] == [[[n]] * 2 for n in (1, 2, 3)]
+
+
 def test_it_cannot_be_pickled(make):
     with pytest.raises(TypeError, match="can't be pickled"):
         __import__("pickle").dumps(make(CountingEnv, 1))
