@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
@@ -35,9 +36,11 @@ if TYPE_CHECKING:
     from jaxvec._workers.backend import Backend
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def check_count(name: str, value: Any, least: int) -> int:
+    """Returns an integer, which may be one of NumPy, as Python's."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+    return int(value)
 
 
 # --- Subsystems beside the core --------------------------------------------------------------------------
@@ -195,7 +198,8 @@ class Recycle:
             object.__setattr__(self, "memory", int(float(found[1]) * _UNITS[found[2]]))
         for name in ("steps", "descriptors"):
             if getattr(self, name) is not None:
-                check_count(f"Recycle({name}=...)", getattr(self, name), 1)
+                count = check_count(f"Recycle({name}=...)", getattr(self, name), 1)
+                object.__setattr__(self, name, count)
         object.__setattr__(self, "seconds", _check_seconds("Recycle(seconds=...)", self.seconds))
         if (self.memory, self.steps, self.seconds, self.descriptors) == (None,) * 4:
             raise ValueError("Recycle() has no limit; pass memory, steps, seconds or descriptors")
@@ -257,7 +261,7 @@ class Workers:
         object.__setattr__(self, "preload", modules)  # not an iterator, which could be read only once
         object.__setattr__(self, "env", _variables(self.env))
         if self.num is not None:
-            check_count("Workers(num=...)", self.num, 1)
+            object.__setattr__(self, "num", check_count("Workers(num=...)", self.num, 1))
         check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
         check_choice("Workers(output=...)", self.output, get_args(OutputMode))
         if self.init is not None and not callable(self.init):
@@ -313,7 +317,7 @@ class States:
     trust: Sequence[type] = ()
 
     def __post_init__(self) -> None:
-        check_count("States(max=...)", self.max, 0)
+        object.__setattr__(self, "max", check_count("States(max=...)", self.max, 0))
         trust: Any = self.trust
         if not isinstance(trust, (tuple, list)) or not all(isinstance(each, type) for each in trust):
             raise TypeError(f"States(trust=...) must be a list of classes, not {trust!r}")
@@ -427,13 +431,13 @@ class PoolConfig:
             MaxSizes(self.max_sizes)  # raises if it is invalid
         object.__setattr__(self, "workers", self._merge_workers())
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
-            check_count("states", self.states, 0)
-            object.__setattr__(self, "states", States(self.states))
+            object.__setattr__(self, "states", States(check_count("states", self.states, 0)))
         check_choice("recv_order", self.recv_order, get_args(RecvOrder))
         check_choice("check", self.check, get_args(CheckMode))
         if self.envs_per_instance is not None:
-            check_count("envs_per_instance", self.envs_per_instance, 1)
-        check_count("spare_envs", self.spare_envs, 0)
+            size = check_count("envs_per_instance", self.envs_per_instance, 1)
+            object.__setattr__(self, "envs_per_instance", size)
+        object.__setattr__(self, "spare_envs", check_count("spare_envs", self.spare_envs, 0))
         autoreset, restart = self.autoreset, self.restart
         manual_reset = autoreset is not None and not autoreset.resets
         if self.spare_envs and manual_reset:

@@ -175,7 +175,8 @@ def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> in
 def _batch_size(batch_size: int | None, num_envs: int, autoreset: Autoreset, *, together: int) -> int:
     if batch_size is None:
         return num_envs
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= num_envs:  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)  # pyright: ignore
+    if not is_integer or not 1 <= batch_size <= num_envs:
         raise ValueError(f"batch_size must be an integer from 1 to num_envs ({num_envs}), not {batch_size!r}")
     if batch_size < num_envs and not autoreset.resets:
         raise ValueError(
@@ -187,7 +188,7 @@ def _batch_size(batch_size: int | None, num_envs: int, autoreset: Autoreset, *, 
             f"batch_size must be a multiple of {together}, the envs of one batched env, which step together; "
             f"not {batch_size}"
         )
-    return batch_size
+    return int(batch_size)
 
 
 def _learn(keys: list[str], description: Description) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from jaxvec._envs.envs import (
 )
 from jaxvec._envs.slice import Slice
 from jaxvec._memory.large_buffers import map_again
-from jaxvec._options import PoolConfig
+from jaxvec._options import PoolConfig, check_count
 from jaxvec._spec import EnvSpaces, union
 from jaxvec._util import install_command
 
@@ -75,8 +75,7 @@ def count(env: Any, num_envs: int | None, size: int | None) -> int:
         _check_callable(env, 0)
     if num_envs is None:
         raise ValueError("num_envs is missing; it can be left out only with a list of callables")
-    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"num_envs must be an integer of at least 1, not {num_envs!r}")
+    num_envs = check_count("num_envs", num_envs, 1)
     if num_envs % (size or 1):
         raise ValueError(f"num_envs, {num_envs}, must be a multiple of envs_per_instance, {size}")
     return num_envs

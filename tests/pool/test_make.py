@@ -459,6 +459,21 @@ def test_infos_stay_as_they_were_when_an_env_reuses_its_own(make, backend, per_i
     assert [[list(info["steps"]) for info in infos] for infos in found] == [[[n]] * 2 for n in (1, 2, 3)]
 
 
+def test_counts_may_be_numbers_of_numpy(make):
+    one, two, four = np.int64(1), np.int32(2), np.uint8(4)
+    envs = make(CountingEnv, four, num_workers=two, batch_size=two, recv_order="sent")
+    assert (envs.num_envs, envs.num_workers, envs.batch_size) == (4, 2, 2)
+    assert all(type(each) is int for each in (envs.num_envs, envs.num_workers, envs.batch_size))
+    workers = jaxvec.Workers(num=one, recycle=jaxvec.Recycle(steps=four))
+    envs = make(CountingEnv, two, states=four, workers=workers)
+    envs.reset(seed=0)
+    assert len(envs.save().ids) == 2
+    with pytest.raises(ValueError, match="num_envs must be an integer of at least 1, not np.int64"):
+        make(CountingEnv, np.int64(0))
+    with pytest.raises(ValueError, match="num_envs must be an integer of at least 1, not np.True_"):
+        make(CountingEnv, np.bool_(True))
+
+
 def test_it_cannot_be_pickled(make):
     with pytest.raises(TypeError, match="can't be pickled"):
         __import__("pickle").dumps(make(CountingEnv, 1))
