@@ -204,10 +204,13 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
 def _check_callable(env_fn: Any, index: int) -> None:
     check_vector(env_fn)
     if not callable(env_fn):
+        advice = "; pass a function that makes the env" if isinstance(env_fn, gymnasium.Env) else ""
+        if isinstance(env_fn, (str, EnvSpec)):  # in a list
+            env_id = env_fn if isinstance(env_fn, str) else env_fn.id
+            advice = f"; in a list, write functools.partial(gymnasium.make, {env_id!r})"
         raise TypeError(
             f"env must be a Gymnasium id, an EnvSpec, a callable or a list of callables; got "
-            f"{type(env_fn).__name__} for env {index}"
-            + ("; pass a function that makes the env" if isinstance(env_fn, gymnasium.Env) else "")
+            f"{type(env_fn).__name__} for env {index}{advice}"
         )
 
 

@@ -294,6 +294,8 @@ BAD = [
     (([],), {}, ValueError, "num_envs must be"),
     ((3, 2), {}, TypeError, "got int for env 0"),
     ((CountingEnv(), 2), {}, TypeError, "pass a function that makes the env"),
+    ((["CartPole-v1"] * 2,), {}, TypeError, r"write functools.partial\(gymnasium.make, 'CartPole-v1'\)"),
+    (([gymnasium.spec("CartPole-v1")],), {}, TypeError, r"partial\(gymnasium.make, 'CartPole-v1'\)"),
     ((lambda a, b: CountingEnv(), 2), {}, TypeError, r"requires the arguments \['a', 'b'\]"),
     ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process", "serial", "ray"'),
     (
