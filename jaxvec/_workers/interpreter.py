@@ -25,9 +25,11 @@ class Interpreter:
         is_own: True if its packages are those of the program, so that workers can read all of its pickles.
     """
 
-    path: str = sys.executable
     is_native: bool = True
     is_own: ClassVar[bool] = True
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path: str = sys.executable if path is None else path
 
     def check(self, config: PoolConfig) -> None:
         """Raises `ValueError` for an option that workers there do not support."""

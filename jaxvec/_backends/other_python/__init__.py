@@ -40,9 +40,6 @@ class OtherPython(Interpreter):
 
     is_own = False
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-
     @property
     def is_native(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _versions(self.path)["Python"] >= (3, 11)  # the stable ABI of the native library
