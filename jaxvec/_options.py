@@ -335,6 +335,9 @@ class States:
 _MAX_TIMEOUT = 2_000_000  # seconds; the C int of `poll(2)` holds 24.8 days in milliseconds
 
 
+LimitName = Literal["start", "reset", "step"]  # a field of `Timeouts`
+
+
 @dataclass(frozen=True)
 class Timeouts:
     """Time limits in seconds, for `make(timeouts=...)`, up to 2,000,000. The serial backend has none.

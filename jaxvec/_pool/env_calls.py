@@ -37,14 +37,12 @@ class EnvCalls:
         *,
         slices: Sequence[tuple[int, int]],
         raw_info: NDArray[Any],
-        timeout: float | None,
     ) -> None:
         self._workers = workers
         self._state = state
         self._engine = engine
         # The `InfoKind` of each env's latest info, `[num_envs]`, in the segment; `None` in a closed pool.
         self._raw_info: NDArray[Any] | None = raw_info
-        self._timeout = timeout  # seconds for a request; `None` for no limit
         self._all = np.arange(slices[-1][1])
         self._starts: NDArray[np.int_] = np.array([first for first, _ in slices])
         # Index of each env's worker, `[num_envs]`.
@@ -120,7 +118,7 @@ class EnvCalls:
         `arguments` maps a worker's range of slots to the arguments; `None` skips the worker.
         """
         with self._state.breaking():
-            answers = self._workers.request(name, arguments, timeout=self._timeout, check=self._state.check)
+            answers = self._workers.request(name, arguments, check=self._state.check)
         return check_all(answers)
 
     def request_each(self, name: str, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:

@@ -35,7 +35,7 @@ from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
-from jaxvec._options import Extension, Timeouts
+from jaxvec._options import Extension, LimitName, Timeouts
 from jaxvec._pool.env_calls import EnvCalls
 from jaxvec._pool.extension import PoolExtension
 from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
@@ -101,16 +101,15 @@ class Pool:
         if not resets_required:
             self.pending_envs.needs_reset[:] = False
         ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
-        views, step_timeout = self.views, timeouts.step
         self.engine: Engine = workers.open_engine(
             EngineConfig(
-                self.id, self.pending_envs, views, workers.send, in_order, ends_need_reset, step_timeout
+                self.id, self.pending_envs, self.views, workers.send, in_order, ends_need_reset, timeouts.step
             )
         )
         self.finalizer: PoolFinalizer = PoolFinalizer(workers, self.engine)
         self.state: PoolState = PoolState(self.id, self.engine, self.pending_envs, self.finalizer)
         self.env_calls: EnvCalls = EnvCalls(
-            workers, self.state, self.engine, slices=slices, raw_info=views.raw_info, timeout=step_timeout
+            workers, self.state, self.engine, slices=slices, raw_info=self.views.raw_info
         )
         self._extensions = [extension.on_pool(self, arrays) for extension in extensions]
 
@@ -344,10 +343,11 @@ class Pool:
 
         if verb is None:  # the envs share the longer timeout if any of them still resets
             verb = Verb.RESET if self.workers.any_resetting(slots) else Verb.STEP
-        timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
+        limit: LimitName = "reset" if verb is Verb.RESET else "step"
+        limits = WaitLimits(verb.word, self._timeouts, limit, check_wait, waited, give_up)
         with span(self.state.recorder, "wait for workers"), self.state.breaking():
             check_wait()
-            self.workers.wait(slots, count, WaitLimits(verb.word, timeout, check_wait, waited, give_up))
+            self.workers.wait(slots, count, limits)
 
     # --- Parts of the operations ------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class Pool:
         if self._changes_options(options, chosen):
             held = merge_options(self._options, options, chosen, self.spec.num_envs)
             with self.state.breaking():
-                self.workers.set_options(held, self._timeouts.step)
+                self.workers.set_options(held)
             self._options = held
         if self.workers.env_settings is not None:
             self.workers.env_settings.reset(chosen, options)

@@ -34,6 +34,7 @@ from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._native import load, reason_unavailable
 from jaxvec._native.native_dispatch import NativeParentDispatch, NativeWorkerDispatch
 from jaxvec._native.native_engine import CEngine, StepHere
+from jaxvec._options import LimitName, Timeouts
 from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._stats import ProcessStats
 from jaxvec._tracing import Record
@@ -128,11 +129,17 @@ class WaitLimits:
     """The limits of a wait."""
 
     name: str  # of the operation, for errors
-    timeout: float | None  # seconds that the operation may take
+    timeouts: Timeouts
+    limit: LimitName  # the field of `timeouts` that limits the operation
     check: Check  # called about 20 times a second; raises to end the wait
     waited: float = 0  # seconds of `timeout` that had passed before the wait
     give_up: float | None = None  # time.monotonic() at which the caller gives up, without a fault
     start: float = field(default_factory=time.monotonic)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that the operation may take; `None` for no limit."""
+        return getattr(self.timeouts, self.limit)
 
     def late(self, grace: float) -> float | None:
         """Returns the time of the timeout, which is at least `timeout` after `grace`, the latest recovery."""
@@ -186,18 +193,18 @@ class WorkerGroup(ABC):
         """Returns the first `count` of `slots` that were completed, or fewer, in the order of completion."""
 
     @abstractmethod
-    def set_options(self, options: Options, timeout: float | None) -> None:
+    def set_options(self, options: Options) -> None:
         """Sets the options of future resets; raises as `wait` and `request`."""
 
     @abstractmethod
     def request(
-        self, name: str, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
+        self, name: str, arguments: Arguments, *, limit: LimitName = "step", check: Check = lambda: None
     ) -> list[Any]:
         """Makes a request to each slice (`Slice.answer`), and returns the result of each.
 
-        `arguments` returns a slice's arguments for `(first, stop)`, or `None` to skip it. The call may take
-        `timeout` seconds; `check` is as in `WaitLimits`. A result is an error if an env raised there, or if
-        the slice's worker was replaced.
+        `arguments` returns a slice's arguments for `(first, stop)`, or `None` to skip it. `limit` and `check`
+        are as in `WaitLimits`. A result is an error if an env raised there, or if the slice's worker was
+        replaced.
 
         Raises:
             NotPicklableError: The arguments can't be pickled; no worker received a request.

@@ -30,11 +30,6 @@ _ACTIVITIES: dict[int, str] = {
     Verb.SIMULATE: "simulating",
 }
 _MAX_OTHERS = 10  # further failures in the text of an error
-# The field of `Timeouts` that limits an operation; "step" for all others.
-_TIMEOUT_FIELDS = {
-    "reset": "reset",
-    **dict.fromkeys(("constructor", "attach", "start_trace", "stop_trace", "put_objects"), "start"),
-}
 
 
 class Diagnosis:
@@ -102,8 +97,8 @@ class Diagnosis:
     ) -> EnvTimeoutError:
         """Returns the error of an operation that `workers` delay, as for `Supervisor.time_out`."""
         env_ids = tuple(slot for worker in workers for slot in range(*self._slices[worker]))
-        field = _TIMEOUT_FIELDS.get(limits.name, "step")
-        if field == "start" and (missing := [each for each in workers if self.processes[each].missing]):
+        missing = [worker for worker in workers if self.processes[worker].missing]
+        if missing and limits.limit == "start":
             env_ids = tuple(slot for worker in missing for slot in range(*self._slices[worker]))
             return EnvTimeoutError(
                 f"the workers of {name_envs(env_ids)} did not start within {limits.timeout} s "
@@ -126,7 +121,7 @@ class Diagnosis:
             places = [f"worker {each} {it}" for each in workers if (it := self.processes[each].place)]
             activity += f" ({', '.join(places)} has not answered)" if places else ""
         activity += self._describe_built(workers)
-        advice = f"Raise Timeouts({field}=...)"
+        advice = f"Raise Timeouts({limits.limit}=...)"
         if limits.name == "constructor":
             advice += ", which limits the start of each env"
             if len(self._slices) < self._slices[-1][1]:

@@ -25,7 +25,7 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs.slice import Arguments
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
-from jaxvec._options import PoolConfig
+from jaxvec._options import LimitName, PoolConfig
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Record
@@ -147,7 +147,6 @@ class ProcessWorkers(WorkerGroup):
         budget = Budget(recipe.config.restart, len(recipe.slices))
         self._slices = recipe.slices
         self._launcher = launcher
-        self._start_timeout = recipe.config.timeouts.start
         self._kind = _dispatch_of(recipe.config)
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
         self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
@@ -213,12 +212,12 @@ class ProcessWorkers(WorkerGroup):
                 if timed_out and not dispatch.enough_completed(slots, count):
                     limits = self._time_out(slots, limits)
         if self._objects_in:
-            self._get_objects(slots, limits.timeout)
+            self._get_objects(slots, limits.limit)
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return self._dispatch.first_completed(slots, count)
 
-    def set_options(self, options: Options, timeout: float | None) -> None:
+    def set_options(self, options: Options) -> None:
         # First, so that a worker that is replaced during the request also gets them.
         before, self.supervisor.options = self.supervisor.options, options
 
@@ -228,27 +227,27 @@ class ProcessWorkers(WorkerGroup):
             return (select_options(options, *slots),) if changed else None
 
         try:
-            self.request("set_options", arguments, timeout=timeout)
+            self.request("set_options", arguments)
         except NotPicklableError:
             self.supervisor.options = before
             raise
 
     def request(
-        self, name: str, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
+        self, name: str, arguments: Arguments, *, limit: LimitName = "step", check: Check = lambda: None
     ) -> list[Any]:
-        return self.supervisor.request(name, arguments, timeout, check)
+        return self.supervisor.request(name, arguments, limit, check)
 
     def start_trace(self, capacity: int) -> None:
         self.supervisor.losses.clear()
         self.supervisor.trace = capacity  # first: replacements get it, too
-        self.request("start_trace", lambda *_: (capacity,), timeout=self._start_timeout)
+        self.request("start_trace", lambda *_: (capacity,), limit="start")
 
     def stop_trace(self, *, hurry: bool) -> list[Record]:
         self.supervisor.trace = None
         if hurry:
             answers = self.supervisor.collect_traces()
         else:
-            answers = self.request("stop_trace", lambda *_: (), timeout=self._start_timeout)
+            answers = self.request("stop_trace", lambda *_: (), limit="start")
         losses, records = self.supervisor.losses, list[Record]()
         for worker, answer in enumerate(answers):
             if isinstance(answer, JaxvecError):
@@ -319,16 +318,16 @@ class ProcessWorkers(WorkerGroup):
             mine = slots[(first <= slots) & (slots < stop)]
             return (mine, {path: column[mine] for path, column in columns.items()}) if len(mine) else None
 
-        check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
+        check_all(self.request("put_objects", arguments, limit="start"))
 
-    def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
+    def _get_objects(self, slots: NDArray[Any], limit: LimitName) -> None:
         """Fetches the time step leaves that are Python objects, which are not in the segment."""
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
             mine = slots[(first <= slots) & (slots < stop)]
             return (mine, self._objects_in) if len(mine) else None
 
-        answers = check_all(self.request("get_objects", arguments, timeout=timeout))
+        answers = check_all(self.request("get_objects", arguments, limit=limit))
         for (first, stop), columns in zip(self._slices, answers, strict=True):
             for path, column in (columns or {}).items():
                 self._arrays[path][slots[(first <= slots) & (slots < stop)]] = column

@@ -26,7 +26,7 @@ from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
 from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
-from jaxvec._options import PoolConfig, reject
+from jaxvec._options import LimitName, PoolConfig, reject
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
 from jaxvec._workers.backend import Backend
@@ -121,11 +121,11 @@ class SerialWorkers(WorkerGroup):
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return slots[:count]
 
-    def set_options(self, options: Options, timeout: float | None) -> None:
+    def set_options(self, options: Options) -> None:
         self._slice.set_options(options)
 
     def request(
-        self, name: str, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
+        self, name: str, arguments: Arguments, *, limit: LimitName = "step", check: Check = lambda: None
     ) -> list[Any]:
         mine = arguments(0, self._num_envs)
         if mine is None:

@@ -42,7 +42,7 @@ from jaxvec._errors import (
 from jaxvec._memory.large_buffers import LargeBuffers
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
-from jaxvec._options import Restart
+from jaxvec._options import LimitName, Restart
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
 from jaxvec._workers import protocol
@@ -134,7 +134,7 @@ class Supervisor:
 
     def build(self, *, learn_info: bool) -> Description:
         """Builds the envs in all workers, and returns their description once all are known to match."""
-        limits = WaitLimits("constructor", self._recipe.config.timeouts.start, interrupts.since_now())
+        limits = WaitLimits("constructor", self._recipe.config.timeouts, "start", interrupts.since_now())
         setup = partial(self._make_setup, learn_info=learn_info)
         workers = range(len(self._processes))
         replies = self._exchange(workers, setup, limits, descriptors=self._buffers.descriptors)
@@ -147,7 +147,7 @@ class Supervisor:
 
     def attach(self, message: protocol.Attach, segment: int, arrays: Arrays) -> None:
         """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0."""
-        limits = WaitLimits("attach", self._recipe.config.timeouts.start, interrupts.since_now())
+        limits = WaitLimits("attach", self._recipe.config.timeouts, "start", interrupts.since_now())
         self._segment, self._attach = segment, message
         self.diagnosis.action, self.diagnosis.arrays = message.spec.action, arrays
         slices = self._recipe.slices
@@ -160,7 +160,7 @@ class Supervisor:
 
     # --- Requests ------------------------------------------------------------------------------------------
 
-    def request(self, name: str, arguments: Arguments, timeout: float | None, check: Check) -> list[Any]:
+    def request(self, name: str, arguments: Arguments, limit: LimitName, check: Check) -> list[Any]:
         """Calls a method of each slice; see `WorkerGroup.request`."""
         # All arguments are pickled before the first message, so an error leaves every worker unchanged. The
         # rest needs no cloudpickle, which takes three times as long.
@@ -176,7 +176,7 @@ class Supervisor:
                 interrupt()
                 check()
 
-            limits = WaitLimits(name, timeout, check_both)
+            limits = WaitLimits(name, self._recipe.config.timeouts, limit, check_both)
             replies = self._exchange(requests, requests.__getitem__, limits, name=name)
         workers = range(len(self._recipe.slices))
         return [self._unpickle(each, name, replies[each]) if each in replies else None for each in workers]
