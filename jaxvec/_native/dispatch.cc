@@ -33,7 +33,8 @@ constexpr useconds_t kSendingNapUs = 100;
 
 // A wake takes the parent about 3 us. If it has to wake many workers, it wakes the first one of each block,
 // and that one wakes the rest.
-constexpr uint32_t kManyWorkers = 16, kBlock = 8;
+constexpr uint32_t kManyWorkers = 16;
+constexpr size_t kBlock = 8;
 
 constexpr uint64_t kSliceNs = 100'000;  // the kernel's minimum
 
@@ -240,13 +241,14 @@ void wake_sleepers(Board& board, uint32_t first, uint32_t stop) {
 // own, then load its `asleep`; it stores `asleep` = 0, then takes `to_wake`. If we see it asleep, it takes
 // `to_wake` later, and finds the others either asleep or aware of their doorbells. If not, it may sleep again
 // without a look at `to_wake`, so whoever takes that out wakes the others.
-void wake_block(Board& board, const uint32_t* worker, const uint32_t* stop) {
-  for (; worker != stop && board.asleep[*worker].word.load(std::memory_order_relaxed) == 0; ++worker) {
+void wake_block(Board& board, const std::vector<uint32_t>& block) {
+  auto worker = block.begin();
+  for (; worker != block.end() && board.asleep[*worker].word.load(std::memory_order_relaxed) == 0; ++worker) {
     wake_worker(board, *worker);
   }
-  if (worker == stop) return;
-  const uint32_t leader = *worker, last = stop[-1];
-  for (const uint32_t* other = worker + 1; other != stop; ++other) ring(board, *other);
+  if (worker == block.end()) return;
+  const uint32_t leader = *worker, last = block.back();
+  while (++worker != block.end()) ring(board, *worker);
   std::atomic<uint32_t>& to_wake = board.doorbell[leader].extra;
   // It may not have taken the number of an earlier send yet.
   to_wake.store(std::max(to_wake.load(std::memory_order_relaxed), last - leader), std::memory_order_seq_cst);
@@ -270,20 +272,22 @@ void wake_owners(Parent& parent, const int64_t* slots, uint32_t count) {
     owns[stop - parent.stops] = 1;
   }
   const auto here = static_cast<uint32_t>(sched_getcpu());
-  std::vector<uint32_t> elsewhere, last;
+  const bool many = std::count(owns.begin(), owns.end(), 1) >= kManyWorkers;
+  std::vector<uint32_t> block, last;
   for (uint32_t worker = 0; worker < board.num_workers; ++worker) {
-    const bool is_here = board.asleep[worker].extra.load(std::memory_order_relaxed) == here;
-    if (owns[worker]) (is_here ? last : elsewhere).push_back(worker);
+    if (!owns[worker]) continue;
+    if (board.asleep[worker].extra.load(std::memory_order_relaxed) == here) {
+      last.push_back(worker);
+    } else if (!many) {
+      wake_worker(board, worker);
+    } else {
+      block.push_back(worker);
+      if (block.size() < kBlock) continue;
+      wake_block(board, block);
+      block.clear();
+    }
   }
-  const uint32_t *next = elsewhere.data(), *const stop_all = next + elsewhere.size();
-  if (elsewhere.size() < kManyWorkers) {
-    for (; next != stop_all; ++next) wake_worker(board, *next);
-  }
-  while (next != stop_all) {
-    const uint32_t* const stop_block = next + std::min<ptrdiff_t>(kBlock, stop_all - next);
-    wake_block(board, next, stop_block);
-    next = stop_block;
-  }
+  wake_block(board, block);
   for (const uint32_t worker : last) wake_worker(board, worker);
 }
 
