@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
+import threading
 from contextlib import closing
 
 import cloudpickle
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
 from support import late_structures, probe
+from support.disasters import Background, wait_until
 from support.late_structures import KINDS, START, Late
 from support.probe import StatefulEnv, pool_of
 from support.recycling import (
@@ -392,18 +393,34 @@ def test_close_during_a_replacement_closes_every_env(tmp_path):
         assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.slow
-def test_the_limit_of_a_recycling_counts_for_each_env_that_closes():
-    class Slow(Opened):
+def test_each_env_that_closes_before_a_recycling_has_all_of_the_time(tmp_path):
+    class Gated(Opened):
+        def __init__(self, env_id):
+            super().__init__()
+            self.env_id = env_id
+
         def close(self):
-            time.sleep(3)
+            (tmp_path / f"closing {self.env_id}").touch()
+            while not (tmp_path / f"gate {self.env_id}").exists():
+                threading.Event().wait(0.001)
             super().close()
 
-    with make(Slow, Recycle(steps=5), timeouts=jaxvec.Timeouts(start=5)) as envs:  # two of them close in 6 s
-        envs.reset(seed=0)
+    def step_until_recycled():
         while not all(recycled(envs)):
-            envs.step([1] * NUM_ENVS)
-        envs.close(timeout=0)
+            envs.step([1, 1])
+
+    workers = jaxvec.Workers(num=1, recycle=Recycle(steps=5))
+    with jaxvec.make(Gated, 2, workers=workers) as envs:
+        deadlines = probe.supervisor(envs).starting
+        envs.reset(seed=0)
+        stepping = Background(step_until_recycled)
+        wait_until(lambda: deadlines and (tmp_path / "closing 0").exists())
+        first = deadlines[0]
+        (tmp_path / "gate 0").touch()
+        wait_until((tmp_path / "closing 1").exists)
+        wait_until(lambda: deadlines[0] > first)
+        (tmp_path / "gate 1").touch()
+        stepping.result()
 
 
 def test_a_close_that_fails_before_a_recycling_is_logged(caplog):
