@@ -239,8 +239,8 @@ void wake_sleepers(Board& board, uint32_t first, uint32_t stop) {
 //
 // That one finds in its `to_wake` how many. We ring the others' doorbells, then store `to_wake` and ring its
 // own, then load its `asleep`; it stores `asleep` = 0, then takes `to_wake`. If we see it asleep, it takes
-// `to_wake` later, and finds the others either asleep or aware of their doorbells. If not, it may sleep again
-// without a look at `to_wake`, so whoever takes that out wakes the others.
+// `to_wake` later, and finds the others either asleep or aware of their doorbells. If we see it awake, it may
+// have looked before our store. Then we take `to_wake` back, and wake the others.
 void wake_block(Board& board, const std::vector<uint32_t>& block) {
   auto worker = block.begin();
   for (; worker != block.end() && board.asleep[*worker].word.load(std::memory_order_relaxed) == 0; ++worker) {

@@ -80,13 +80,11 @@ class Diagnosis:
         """Returns the error of a replacement, or, if it `ends`, of a worker that is to be recycled."""
         name, process = self.name(worker), self.processes[worker]
         where = f": {why}" if (why := process.missing or (process.place and f"it is {process.place}")) else ""
+        late = f"the replacement of {name} did not start"
+        if ends:
+            late = f"{name}, which is to be recycled, did not save and close its envs, or the next of them,"
         return EnvTimeoutError(
-            (
-                f"{name}, which is to be recycled, did not save and close its envs, or the next of them,"
-                if ends
-                else f"the replacement of {name} did not start"
-            )
-            + f" within {timeout} s (Timeouts.start){where}"
+            f"{late} within {timeout} s (Timeouts.start){where}"
             + self._describe_built([worker])
             + self._describe_stacks([worker]),
             env_ids=tuple(range(*self._slices[worker])),

@@ -41,8 +41,6 @@ from jaxvec._workers.output import tag_lines
 from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Setup
 from jaxvec._workers.recycling import Age, ExportedSlots, ImportedSlots, Retire
 
-# --- The worker's start and loop -------------------------------------------------------------------------
-
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
 # imports JAX.
