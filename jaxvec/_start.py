@@ -20,7 +20,7 @@ from jaxvec._envs import constructors
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.envs import check_vector
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._memory.segment import Place, split_evenly
+from jaxvec._memory.segment import CopyToDevice, split_evenly
 from jaxvec._options import PoolConfig
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
@@ -51,7 +51,7 @@ def start(
     equal_spaces: bool = False,
     resets_required: bool = True,
     shares_values: bool = False,
-    place: Place | None = None,
+    place: CopyToDevice | None = None,
 ) -> VectorEnv:
     """Starts a pool for `make` or a compatibility API.
 

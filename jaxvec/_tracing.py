@@ -1,9 +1,9 @@
 """Records what the processes of a pool do, and writes it as a timeline.
 
-Each process records spans in a `Recorder`. The spans of several processes can be compared, because all read
-the monotonic clock of the system, also in C++ (`_native/trace.h`). Spans of other machines are shifted by the
-difference of the clocks. `tracing` collects the records, and writes Chrome's trace event format in JSON, for
-Perfetto and chrome://tracing. Workers import this module, so it must not import JAX.
+Each process records spans in a `SpanRecorder`. The spans of several processes can be compared, because all
+read the monotonic clock of the system, also in C++ (`_native/trace.h`). Spans of other machines are shifted
+by the difference of the clocks. `tracing` collects the traces, and writes Chrome's trace event format in
+JSON, for Perfetto and chrome://tracing. Workers import this module, so it must not import JAX.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class Trace:
     """The spans of one process."""
 
     spans: list[Span]  # in the order in which they ended
     dropped: int = 0  # number of spans before these that exceeded the capacity
     losses: tuple[Loss, ...] = ()  # spans that were lost at unknown times
 
-    def earlier(self, ns: int) -> Record:
+    def earlier(self, ns: int) -> Trace:
         """Returns a copy with the spans shifted back by `ns` nanoseconds."""
         spans = [span._replace(began=span.began - ns, ended=span.ended - ns) for span in self.spans]
         return replace(self, spans=spans)
 
 
-class Recorder:
+class SpanRecorder:
     """A ring buffer of the latest `capacity` spans of any thread, which counts the dropped ones."""
 
     def __init__(self, capacity: int) -> None:
@@ -78,13 +78,13 @@ class Recorder:
         finally:
             self.add(what, began)
 
-    def take(self) -> Record:
-        """Returns the record. No spans may be added afterwards."""
+    def take(self) -> Trace:
+        """Returns the trace. No spans may be added afterwards."""
         spans = [Span(*each) for each in self._spans.copy()]
-        return Record(spans, max(next(self._number) - len(spans), 0))
+        return Trace(spans, max(next(self._number) - len(spans), 0))
 
 
-def span(recorder: Recorder | None, what: str) -> AbstractContextManager[None]:
+def span(recorder: SpanRecorder | None, what: str) -> AbstractContextManager[None]:
     """Records the block as a span, if there is a recorder."""
     return _NO_SPAN if recorder is None else recorder.span(what)
 
@@ -92,7 +92,7 @@ def span(recorder: Recorder | None, what: str) -> AbstractContextManager[None]:
 class RecordedEnv:
     """Wraps an env of a slice while it is traced, so that the stepping loop needs no check for tracing."""
 
-    def __init__(self, envs: Sequence[Any], place: int, name: str, recorder: Recorder) -> None:
+    def __init__(self, envs: Sequence[Any], place: int, name: str, recorder: SpanRecorder) -> None:
         # A fault may replace the env, so each call looks it up in `envs`.
         self._envs, self._place, self._add = envs, place, recorder.add
         self._step, self._reset = f"step {name}", f"reset {name}"
@@ -115,7 +115,7 @@ class RecordedEnv:
 @contextmanager
 def tracing(
     start: Callable[[int], None],
-    stop: Callable[[], tuple[list[Record], list[Record]]],
+    stop: Callable[[], tuple[list[Trace], list[Trace]]],
     path: str | Path,
     slices: tuple[tuple[int, int], ...],
     *,
@@ -125,7 +125,7 @@ def tracing(
     """Traces the block, see `VectorEnv.trace`.
 
     `start` starts recording, with the number of spans to keep of each worker, of Python and of C++. `stop`
-    returns the records of this process, and those of the workers.
+    returns the traces of this process, and those of the workers.
     """
     path = Path(path)
     # Checked now, because otherwise the error would come after the whole run.
@@ -144,7 +144,7 @@ def tracing(
         ended_ns = monotonic_ns()
         if not workers:
             closed = Loss("the pool was closed within the block", ended_ns)
-            workers = [Record([], losses=(closed,))] * len(slices)
+            workers = [Trace([], losses=(closed,))] * len(slices)
         times = {"epoch_ns": epoch_ns, "began_ns": began_ns, "ended_ns": ended_ns}
         _write(build(programs, workers, slices, pool_id=pool_id, **times), path)
 
@@ -158,8 +158,8 @@ def _now() -> tuple[int, int]:
 
 
 def build(
-    programs: Sequence[Record],
-    workers: Sequence[Record],
+    programs: Sequence[Trace],
+    workers: Sequence[Trace],
     slices: Sequence[tuple[int, int]],
     *,
     pool_id: int,
@@ -169,16 +169,16 @@ def build(
 ) -> dict[str, Any]:
     """Returns the timeline of a block in Chrome's trace event format.
 
-    `programs` are the records of this process. `epoch_ns` is the start of the block since 1970; `began_ns`
+    `programs` are the traces of this process. `epoch_ns` is the start of the block since 1970; `began_ns`
     and `ended_ns` are its start and end by the monotonic clock.
     """
     tracks = [*_threads(programs), *map(_worker, range(len(slices)), slices, workers)]
     pid = _FIRST_PID + pool_id
     events = [_label(pid, 0, "process_name", name=f"jaxvec pool {pool_id}")]
-    for tid, (name, record) in enumerate(tracks, start=1):
+    for tid, (name, trace) in enumerate(tracks, start=1):
         events.append(_label(pid, tid, "thread_name", name=name))
         events.append(_label(pid, tid, "thread_sort_index", sort_index=tid))
-        events += _events(record, pid, tid, began_ns)
+        events += _events(trace, pid, tid, began_ns)
     return {
         "displayTimeUnit": "ns",
         "otherData": {
@@ -186,8 +186,8 @@ def build(
             "epoch_ns": epoch_ns,
             "monotonic_ns": began_ns,
             "duration_ns": ended_ns - began_ns,
-            "dropped": {name: record.dropped for name, record in tracks if record.dropped},
-            "lost": {name: [loss.why for loss in record.losses] for name, record in tracks if record.losses},
+            "dropped": {name: trace.dropped for name, trace in tracks if trace.dropped},
+            "lost": {name: [loss.why for loss in trace.losses] for name, trace in tracks if trace.losses},
         },
         "traceEvents": events,
     }
@@ -203,35 +203,35 @@ def _write(timeline: dict[str, Any], path: Path) -> None:
         file.write("\n]}\n")
 
 
-def _worker(worker: int, slots: tuple[int, int], record: Record) -> tuple[str, Record]:
+def _worker(worker: int, slots: tuple[int, int], trace: Trace) -> tuple[str, Trace]:
     first, stop = slots
     envs = f"env {first}" if stop - first == 1 else f"envs {first}-{stop - 1}"
-    return f"worker {worker} ({envs})", record
+    return f"worker {worker} ({envs})", trace
 
 
-def _threads(programs: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """Yields the name and the record of each thread of this process, or an empty record if there is none."""
+def _threads(programs: Sequence[Trace]) -> Iterator[tuple[str, Trace]]:
+    """Yields the name and the trace of each thread of this process, or an empty trace if there is none."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     by_thread: dict[int, list[Span]] = {}
-    for record in programs:
-        for span in record.spans:
+    for trace in programs:
+        for span in trace.spans:
             by_thread.setdefault(span.thread, []).append(span)
-    dropped = sum(record.dropped for record in programs)
+    dropped = sum(trace.dropped for trace in programs)
     for thread, spans in by_thread.items() or [(threading.get_native_id(), [])]:
         name = names.get(thread, f"thread {thread}")
-        yield f"program ({name})", Record(sorted(spans, key=attrgetter("ended")), dropped)
+        yield f"program ({name})", Trace(sorted(spans, key=attrgetter("ended")), dropped)
         dropped = 0  # reported once, because the threads of dropped spans are unknown
 
 
-def _events(record: Record, pid: int, tid: int, began_ns: int) -> Iterator[dict[str, Any]]:
+def _events(trace: Trace, pid: int, tid: int, began_ns: int) -> Iterator[dict[str, Any]]:
     at = {"pid": pid, "tid": tid}
-    for span in record.spans:
+    for span in trace.spans:
         start, duration = (span.began - began_ns) / 1e3, (span.ended - span.began) / 1e3
         yield {"ph": "X", **at, "ts": start, "dur": duration, "name": span.what}
-    remarks = [(loss.at, f"events are lost: {loss.why}") for loss in record.losses]
-    if record.dropped:
-        since = min((span.began for span in record.spans), default=began_ns)
-        remarks.append((since, f"{record.dropped} earlier events were dropped; max_events= keeps more"))
+    remarks = [(loss.at, f"events are lost: {loss.why}") for loss in trace.losses]
+    if trace.dropped:
+        since = min((span.began for span in trace.spans), default=began_ns)
+        remarks.append((since, f"{trace.dropped} earlier events were dropped; max_events= keeps more"))
     for when, text in remarks:
         yield {"ph": "i", "s": "t", **at, "ts": (when - began_ns) / 1e3, "name": text}
 

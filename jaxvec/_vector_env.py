@@ -27,7 +27,7 @@ from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import EnvStateError, JaxvecError, StateFileError
 from jaxvec._extensions.states import pool_states, state_files
-from jaxvec._memory.segment import Place, copies, placed, views
+from jaxvec._memory.segment import CopyToDevice, copies, placed, views
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, PoolSpec, TimeStep, limit
 from jaxvec._stats import Stats
@@ -130,7 +130,7 @@ class VectorEnv:
         *,
         slices: tuple[tuple[int, int], ...],
         transport: str,
-        place: Place | None,
+        place: CopyToDevice | None,
     ) -> None:
         spaces = deepcopy(description.spaces)  # the program may change its own
         self._pool = pool

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._memory.segment import Deliver, Rows, Views, copies
-from jaxvec._tracing import Record, Recorder, span
+from jaxvec._tracing import SpanRecorder, Trace, span
 
 # --- The state of the envs, which both engines share -----------------------------------------------------
 
@@ -191,7 +191,7 @@ class Engine(ABC):
         self._pending_envs = config.pending_envs
         self._fast_path_closed = False
         self._process = os.getpid()  # a fork must not move envs
-        self.recorder: Recorder | None = None  # for Python's spans, while the pool is traced
+        self.recorder: SpanRecorder | None = None  # for Python's spans, while the pool is traced
 
     # --- Moves ---------------------------------------------------------------------------------------------
 
@@ -376,8 +376,8 @@ class Engine(ABC):
     def start_trace(self, capacity: int) -> None:  # noqa: B027 - a default
         """Starts to record the latest `capacity` spans of C++."""
 
-    def stop_trace(self) -> Record:
-        return Record([])
+    def stop_trace(self) -> Trace:
+        return Trace([])
 
     def close(self) -> None:
         """Drops all views of the segment."""

@@ -39,7 +39,7 @@ from jaxvec._spec import (
     map_leaves,
     padded_nodes,
 )
-from jaxvec._tracing import RecordedEnv, Recorder
+from jaxvec._tracing import RecordedEnv, SpanRecorder
 
 
 class BatchSlice(Slice):
@@ -136,7 +136,7 @@ class BatchSlice(Slice):
                 done(rows.start, self._size)
         self._running[0] = 0
 
-    def _record_calls(self, recorder: Recorder | None) -> None:
+    def _record_calls(self, recorder: SpanRecorder | None) -> None:
         self._targets = self._instances
         if recorder is not None:
             starts = [self.first + which * self._size for which in range(len(self._instances))]

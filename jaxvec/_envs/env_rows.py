@@ -1,6 +1,6 @@
 """Reads and writes the rows of a slice in the segment: actions, observations and infos.
 
-`Episodes` writes the rewards, flags and statistics of the same rows.
+`EpisodeTracker` writes the rewards, flags and statistics of the same rows.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One step of a slice:
 
     actions         read from the segment (`EnvRows`)
     env.step        called by the compiled loop, `Stepper.run`, or by `EnvSlice._step_one`
-    reward, flags   counted and written by `Episodes`
+    reward, flags   counted and written by `EpisodeTracker`
     end of episode  handled as the autoreset mode requires (`SlotEnvs.autoreset`)
     obs, info       written into the env's row (`EnvRows`)
 
@@ -40,7 +40,7 @@ from jaxvec._envs.envs import (
     put_attr,
     wrong_step,
 )
-from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes
+from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, EpisodeTracker
 from jaxvec._envs.slice import Done, Slice, SlotData, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs
 from jaxvec._errors import EnvStateError
@@ -48,7 +48,7 @@ from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
 from jaxvec._options import PoolConfig
 from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
-from jaxvec._tracing import Recorder
+from jaxvec._tracing import SpanRecorder
 
 _EMPTY: dict[Any, Any] = {}  # shared by states, which never change
 
@@ -63,8 +63,8 @@ def _copied(value: Any) -> Any:
 class EnvSlice(Slice):
     """Neighbouring envs of a pool that are stepped one after the other.
 
-    It coordinates a step. `SlotEnvs` resets and replaces the envs, `Episodes` keeps their counters and flags,
-    and `EnvRows` reads and writes their rows.
+    It coordinates a step. `SlotEnvs` resets and replaces the envs, `EpisodeTracker` keeps their counters and
+    flags, and `EnvRows` reads and writes their rows.
 
     Attributes:
         slots, rows, episodes: These three.
@@ -110,7 +110,7 @@ class EnvSlice(Slice):
         # The compiled loop writes rewards of these types only, and does not check spaces.
         writes = rows["reward",].dtype.char in "fd"
         compiled = _native.ext if writes and not config.strict else None
-        self.episodes = Episodes(rows, spec.autoreset, lost=left)
+        self.episodes = EpisodeTracker(rows, spec.autoreset, lost=left)
         self.rows = EnvRows(spec, rows, left=left, check=config.check)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
         self.spares = [] if spares is None else spares
@@ -413,7 +413,7 @@ class EnvSlice(Slice):
                 return extension.requests[name](*args)
         return super().answer(name, *args)
 
-    def _record_calls(self, recorder: Recorder | None) -> None:
+    def _record_calls(self, recorder: SpanRecorder | None) -> None:
         self.slots.record(recorder)
 
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ _AFTER_END = {
 }
 
 
-class Episodes:
+class EpisodeTracker:
     """Counters and flags of the current episode of each env, by its index in the slice.
 
     The compiled loop (`_native/stepper.cc`) changes the same lists and rows for ordinary steps, as `take`

@@ -15,7 +15,7 @@ from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._options import Restart
 from jaxvec._spec import KeyPath
-from jaxvec._tracing import Record, Recorder
+from jaxvec._tracing import SpanRecorder, Trace
 
 # --- Settings of rebuilt envs ----------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class EnvSettings:
 class SlotData(NamedTuple):
     """All that determines the future of a slot, except its env and its row of the segment."""
 
-    episode: tuple[int, Any, int]  # from `Episodes.save`
+    episode: tuple[int, Any, int]  # from `EpisodeTracker.save`
     resets: tuple[int, int | None, Any]  # from `SlotEnvs.save`
     info: dict[str, Any]  # the raw info of the last reset or step
     is_final: bool  # True if the row contains the last step of an episode
@@ -106,8 +106,8 @@ class Slice(ABC):
         ("infos_of", "call", "get_attr", "map", "set_attr", "set_options", "start_trace", "stop_trace")
     )
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of extensions
-    recorder: Recorder | None = None  # `None` while no trace is recorded
-    _record: Record | None = None  # of the last trace
+    recorder: SpanRecorder | None = None  # `None` while no trace is recorded
+    _trace: Trace | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests
     _copied: Callable[[Any], Any] = staticmethod(copied)  # of values that several envs get
 
@@ -153,22 +153,22 @@ class Slice(ABC):
 
     def start_trace(self, capacity: int) -> None:
         """Starts to record the latest `capacity` steps and resets."""
-        self.recorder, self._record = Recorder(capacity), None
+        self.recorder, self._trace = SpanRecorder(capacity), None
         self._record_calls(self.recorder)
 
-    def stop_trace(self) -> Record | None:
-        """Stops recording, and returns the record.
+    def stop_trace(self) -> Trace | None:
+        """Stops recording, and returns the trace.
 
         Further calls return it again, because the death of another worker may interrupt the first request.
         """
         recorder, self.recorder = self.recorder, None
         self._record_calls(None)
         if recorder is not None:
-            self._record = recorder.take()
-        return self._record
+            self._trace = recorder.take()
+        return self._trace
 
     @abstractmethod
-    def _record_calls(self, recorder: Recorder | None) -> None: ...
+    def _record_calls(self, recorder: SpanRecorder | None) -> None: ...
 
     @abstractmethod
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
 from jaxvec._options import PoolConfig
 from jaxvec._spec import KeyPath, PoolSpec, build, format_path, leaves, padded_nodes
-from jaxvec._tracing import RecordedEnv, Recorder
+from jaxvec._tracing import RecordedEnv, SpanRecorder
 
 # --- Bypass of Gymnasium's own wrappers ------------------------------------------------------------------
 # After the first steps of an env, `TimeLimit`, `OrderEnforcing` and `PassiveEnvChecker` only forward calls;
@@ -228,7 +228,7 @@ class SlotEnvs:
         for index in range(len(envs) if rebuilt else 0):
             self._note_rebuilt(index)
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: SpanRecorder | None) -> None:
         """Starts to record all steps and resets, or stops with `None`."""
         self.called: list[Any] = self.envs  # or an object for each that records its calls
         if recorder is not None:

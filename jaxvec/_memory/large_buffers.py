@@ -27,7 +27,7 @@ def identify(buffer: Any) -> tuple[int, int]:
     return view.ctypes.data, view.nbytes
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """The place of a buffer in the memory, in bytes."""
 
     offset: int
@@ -44,18 +44,18 @@ class LargeBuffers:
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
-        self._places: dict[tuple[int, int], Place] = {}  # by `identify`
+        self._places: dict[tuple[int, int], BufferPlace] = {}  # by `identify`
         self._buffers: list[memoryview] = []  # kept, so that no other buffer gets one of these addresses
         self._end = 0
 
-    def add(self, buffer: PickleBuffer) -> Place:
+    def add(self, buffer: PickleBuffer) -> BufferPlace:
         """Returns the place of a buffer, which is written to the memory unless it is there."""
         raw, key = buffer.raw(), identify(buffer)
         place = self._places.get(key)
         if place is None:
             if not self.descriptors:
                 self.descriptors.append(create_memory("arrays of jaxvec"))
-            place = self._places[key] = Place(self._end, raw.nbytes, raw.readonly)
+            place = self._places[key] = BufferPlace(self._end, raw.nbytes, raw.readonly)
             os.ftruncate(self.descriptors[0], self._end + raw.nbytes)
             written = 0
             while written < raw.nbytes:
@@ -84,7 +84,7 @@ if sys.version_info >= (3, 13):
     _PRIVATE["trackfd"] = False
 
 
-def map_buffers(descriptor: int, places: Sequence[Place]) -> list[memoryview]:
+def map_buffers(descriptor: int, places: Sequence[BufferPlace]) -> list[memoryview]:
     """Maps the memory in a worker, and returns these buffers; keeps a descriptor that `map_again` needs."""
     size = max(place.offset + place.nbytes for place in places)
     shared = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))

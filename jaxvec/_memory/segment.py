@@ -310,7 +310,7 @@ def denied_calls() -> dict[str, str | None]:
 
 Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf
 Index = slice | NDArray[Any]  # selects rows
-Place = Callable[[Rows], Sequence[Any]]  # copies rows to a device, and returns when the copies are done
+CopyToDevice = Callable[[Rows], Sequence[Any]]  # returns when the copies are done
 Deliver = Callable[[Rows, Index], Sequence[Any]]  # returns a caller's rows of the segment's leaves
 
 
@@ -402,7 +402,7 @@ def into(out: Rows) -> Deliver:
     return deliver
 
 
-def placed(place: Place) -> Deliver:
+def placed(place: CopyToDevice) -> Deliver:
     """Returns a `Deliver` that passes views of the rows to `place`."""
     return lambda leaves, index: place(views(leaves, index))
 

@@ -13,7 +13,7 @@ from jaxvec._dispatch.engine import FOREVER_NS, Engine, EngineConfig, MoveResult
 from jaxvec._dispatch.move import VERBS, Caller, Move, name_caller
 from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
-from jaxvec._tracing import Record, Span
+from jaxvec._tracing import Span, Trace
 
 _WAIT = 200_000_000  # ns; the longest wait in C++, during which no Python signal handler can run
 
@@ -168,9 +168,9 @@ class CEngine(Engine):
     def start_trace(self, capacity: int) -> None:
         self._native.start_trace(capacity)
 
-    def stop_trace(self) -> Record:
+    def stop_trace(self) -> Trace:
         spans, lost = self._native.stop_trace()
-        return Record([Span(_NAMES[what], *rest) for what, *rest in spans], lost)
+        return Trace([Span(_NAMES[what], *rest) for what, *rest in spans], lost)
 
     def close(self) -> None:
         super().close()

@@ -41,7 +41,7 @@ from jaxvec._pool.extension import PoolExtension
 from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats, WorkerStats
-from jaxvec._tracing import Record, Recorder, span
+from jaxvec._tracing import SpanRecorder, Trace, span
 from jaxvec._workers.base import WaitLimits, WorkerGroup
 
 _logger = logging.getLogger("jaxvec")
@@ -277,10 +277,10 @@ class Pool:
             with self.state.breaking():
                 self.workers.start_trace(capacity)
             self.engine.start_trace(capacity)
-            self.engine.recorder = self.state.recorder = Recorder(capacity)
+            self.engine.recorder = self.state.recorder = SpanRecorder(capacity)
 
-    def stop_trace(self) -> tuple[list[Record], list[Record]]:
-        """Stops recording. Returns the records of Python and C++, and of the workers (none if closed)."""
+    def stop_trace(self) -> tuple[list[Trace], list[Trace]]:
+        """Stops recording. Returns the traces of Python and C++, and of the workers (none if closed)."""
         assert self.state.recorder is not None
         hurry = self.closed or self.state.broken_by is not None
         with self.engine.exclusive(patience=1.0 if hurry else None):

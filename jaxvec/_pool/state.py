@@ -39,7 +39,7 @@ from jaxvec._errors import (
 )
 from jaxvec._memory.pinned import Pinned
 from jaxvec._native import interrupts
-from jaxvec._tracing import Recorder
+from jaxvec._tracing import SpanRecorder
 from jaxvec._workers.base import WorkerGroup
 
 _BROKEN_CLOSE_TIMEOUT = 1.0  # seconds that close() gives the envs of a broken pool
@@ -116,7 +116,7 @@ class PoolState:
         self.broken_by: BaseException | None = None  # the error that broke the pool
         # True once a program on an accelerator has called the pool: JAX may raise its errors late.
         self.errors_late: bool = False
-        self.recorder: Recorder | None = None  # of calls, while the pool is traced
+        self.recorder: SpanRecorder | None = None  # of calls, while the pool is traced
 
     def check(self) -> None:
         """Raises unless the pool is OPEN and belongs to this process."""

@@ -37,7 +37,7 @@ from jaxvec._native.native_engine import CEngine, StepHere
 from jaxvec._options import LimitName, Timeouts
 from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._stats import ProcessStats
-from jaxvec._tracing import Record
+from jaxvec._tracing import Trace
 
 # --- Processes and launchers -----------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class WorkerGroup(ABC):
         """Starts recording the latest `capacity` spans in each slice; raises as `request`."""
 
     @abstractmethod
-    def stop_trace(self, *, hurry: bool) -> list[Record]:
+    def stop_trace(self, *, hurry: bool) -> list[Trace]:
         """Ends recording, and returns the record of each slice; raises as `request`.
 
         With `hurry`, for a broken pool, it waits for about a second, replaces no worker, and does not raise.

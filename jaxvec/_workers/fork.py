@@ -56,7 +56,7 @@ _MAX_IDLE = 2  # servers without a pool that are kept for the next pools
 class ForkedWorker(Process):
     """A worker on this machine, forked by a server, and the leader of its own process group."""
 
-    def __init__(self, pid: int, pidfd: int, server: _Server, number: int) -> None:
+    def __init__(self, pid: int, pidfd: int, server: _ForkServer, number: int) -> None:
         """Takes ownership of `pidfd`, and of the worker that `server` has forked under `number`."""
         self.pid = pid
         self._pidfd = pidfd
@@ -99,13 +99,13 @@ class ForkedWorker(Process):
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def _drop(pidfd: int, server: _Server, number: int) -> None:
+def _drop(pidfd: int, server: _ForkServer, number: int) -> None:
     # The garbage collector calls this in any thread, which may hold any lock.
     os.close(pidfd)
     server.abandon(number)
 
 
-class _Server:
+class _ForkServer:
     """The program's end of a fork server."""
 
     def __init__(self, env: Mapping[str, str], modules: tuple[str, ...], interpreter: Interpreter) -> None:
@@ -186,7 +186,7 @@ class _Server:
 
 # By the properties that a fork can't change later; least recently used first. Guarded by `_lock`, which is
 # reentrant because a signal handler may close a pool while its thread holds it.
-_servers: dict[tuple[Any, ...], _Server] = {}
+_servers: dict[tuple[Any, ...], _ForkServer] = {}
 _lock = threading.RLock()
 
 
@@ -196,7 +196,7 @@ class Forker:
     def __init__(self, config: PoolConfig) -> None:
         self._workers, self._timeout = config.workers, config.timeouts.start
         self._interpreter: Interpreter = config.interpreter
-        self._server: _Server | None = None
+        self._server: _ForkServer | None = None
         self._closed = False  # these two guarded by the module's `_lock`
 
     def launch(self, streams: Sequence[int]) -> tuple[ForkedWorker, Channel]:
@@ -252,7 +252,7 @@ class Forker:
             ours.close()
             raise
 
-    def _acquire_server(self, env: dict[str, str]) -> _Server:
+    def _acquire_server(self, env: dict[str, str]) -> _ForkServer:
         """Returns the server of this pool, and starts it if necessary."""
         with _lock:
             if self._closed:
@@ -263,7 +263,7 @@ class Forker:
             changes = tuple(sorted(self._workers.env.items()))
             modules, interpreter = tuple(self._workers.preload), self._interpreter
             key = (*sorted(early.items()), changes, modules, interpreter.path, process_identity())
-            server = _servers.pop(key, None) or _Server(env, modules, interpreter)
+            server = _servers.pop(key, None) or _ForkServer(env, modules, interpreter)
             _servers[key] = server
             server.users += 1
             self._server = server

@@ -28,7 +28,7 @@ from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create
 from jaxvec._options import LimitName, PoolConfig
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
-from jaxvec._tracing import Loss, Record
+from jaxvec._tracing import Loss, Trace
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork
 from jaxvec._workers.backend import Backend
@@ -242,20 +242,20 @@ class ProcessWorkers(WorkerGroup):
         self.supervisor.trace = capacity  # first: replacements get it, too
         self.request("start_trace", lambda *_: (capacity,), limit="start")
 
-    def stop_trace(self, *, hurry: bool) -> list[Record]:
+    def stop_trace(self, *, hurry: bool) -> list[Trace]:
         self.supervisor.trace = None
         if hurry:
             answers = self.supervisor.collect_traces()
         else:
             answers = self.request("stop_trace", lambda *_: (), limit="start")
-        losses, records = self.supervisor.losses, list[Record]()
+        losses, traces = self.supervisor.losses, list[Trace]()
         for worker, answer in enumerate(answers):
             if isinstance(answer, JaxvecError):
                 losses.append((worker, Loss(str(answer), time.monotonic_ns())))
             ahead = self.supervisor.ahead(worker)
-            record = answer.earlier(ahead) if isinstance(answer, Record) else Record([])
-            records.append(replace(record, losses=tuple(loss for loser, loss in losses if loser == worker)))
-        return records
+            trace = answer.earlier(ahead) if isinstance(answer, Trace) else Trace([])
+            traces.append(replace(trace, losses=tuple(loss for loser, loss in losses if loser == worker)))
+        return traces
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         try:

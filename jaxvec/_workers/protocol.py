@@ -23,7 +23,7 @@ from jaxvec._envs import constructors
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import SlotSettings
-from jaxvec._memory.large_buffers import LargeBuffers, Place
+from jaxvec._memory.large_buffers import BufferPlace, LargeBuffers
 from jaxvec._memory.segment import Layout
 from jaxvec._options import PoolConfig
 from jaxvec._script import dumps_for_worker, dumps_with_main
@@ -63,7 +63,7 @@ class Setup:
     # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
     init: bytes | None
     env_fns: bytes  # with the options of states, which contain functions and classes of the user
-    large: Sequence[Place]  # of the buffers that `env_fns` lacks; a descriptor comes with them
+    large: Sequence[BufferPlace]  # of the buffers that `env_fns` lacks; a descriptor comes with them
     config: PoolConfig
     equal_spaces: bool
     learn_info: bool

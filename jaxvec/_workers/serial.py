@@ -28,7 +28,7 @@ from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._options import LimitName, PoolConfig, reject
 from jaxvec._spec import PoolSpec
-from jaxvec._tracing import Record
+from jaxvec._tracing import Trace
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, choose_dispatch, open_engine, parent_end
 from jaxvec._workers.budget import Budget
@@ -139,8 +139,8 @@ class SerialWorkers(WorkerGroup):
     def start_trace(self, capacity: int) -> None:
         self._slice.start_trace(capacity)
 
-    def stop_trace(self, *, hurry: bool) -> list[Record]:
-        return [self._slice.stop_trace() or Record([])]
+    def stop_trace(self, *, hurry: bool) -> list[Trace]:
+        return [self._slice.stop_trace() or Trace([])]
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         envs, self._envs = self._envs, []

@@ -43,7 +43,7 @@ from jaxvec._memory.large_buffers import LargeBuffers
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._options import LimitName, Restart
-from jaxvec._tracing import Loss, Record
+from jaxvec._tracing import Loss, Trace
 from jaxvec._util import dumps
 from jaxvec._workers import protocol
 from jaxvec._workers.base import Check, Launcher, Process, WaitLimits
@@ -181,11 +181,11 @@ class Supervisor:
         workers = range(len(self._recipe.slices))
         return [self._unpickle(each, name, replies[each]) if each in replies else None for each in workers]
 
-    def collect_traces(self) -> list[Record | JaxvecError]:
-        """Returns each worker's record, or an error, after the pool broke: workers may be dead or hang."""
+    def collect_traces(self) -> list[Trace | JaxvecError]:
+        """Returns each worker's trace, or an error, after the pool broke: workers may be dead or hang."""
         workers = range(len(self._processes))
         deadline = time.monotonic() + _BROKEN_REPLY_TIMEOUT
-        answers: dict[int, Record | JaxvecError] = {}
+        answers: dict[int, Trace | JaxvecError] = {}
         for worker in set(workers) - self.starting.keys():
             try:
                 with suppress(TimeoutError):  # it reads nothing, so it will not answer either
@@ -200,7 +200,7 @@ class Supervisor:
                         reply = self.channels[worker].receive(deadline)
                         if isinstance(reply, protocol.Reply) and reply.failure is None:
                             answer = pickle.loads(reply.result)
-                            if isinstance(answer, Record):  # not the reply to an earlier request
+                            if isinstance(answer, Trace):  # not the reply to an earlier request
                                 answers[worker] = answer
                 except EOFError:
                     answers[worker] = self._died_error(worker)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.probe import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Autoreset, Episodes
+from support.probe import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Autoreset, EpisodeTracker
 
 FAULT = "fault"  # in place of what a step returned
 
@@ -37,7 +37,7 @@ class Player:
 
     def __init__(self, mode, count, shape=(), *, rows=None):
         self.rows = make_rows(count, shape) if rows is None else rows
-        self.episodes = Episodes(self.rows, Autoreset[mode], lost=rows is not None)
+        self.episodes = EpisodeTracker(self.rows, Autoreset[mode], lost=rows is not None)
         self.delivered: dict[int, Any] = {}
 
     def deliver(self, index):
@@ -230,7 +230,7 @@ def test_every_field_is_foretold(mode, shape, data):
 
 def test_a_pool_without_faults_and_idle_envs_has_no_such_fields():
     rows = {path: array for path, array in make_rows(1).items() if path[-1] not in ("fault", "idle")}
-    episodes = Episodes(rows, Autoreset.NEXT_STEP)
+    episodes = EpisodeTracker(rows, Autoreset.NEXT_STEP)
     episodes.begin(0)
     assert episodes.mark(0, False, True)
     assert rows["truncated",].tolist() == [True]

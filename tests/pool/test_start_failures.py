@@ -157,9 +157,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 MOMENTS = {
     "the server runs": ("forkserver", "die_after(_fork, 'start', 1)"),
-    "the server imports": ("forkserver", "die_after(_fork._Server, '__init__', 1)"),
-    "a fork was asked for": ("forkserver", "die_after(_fork._Server, 'fork', 1)"),
-    "another was": ("forkserver", "die_after(_fork._Server, 'fork', 3)"),
+    "the server imports": ("forkserver", "die_after(_fork._ForkServer, '__init__', 1)"),
+    "a fork was asked for": ("forkserver", "die_after(_fork._ForkServer, 'fork', 1)"),
+    "another was": ("forkserver", "die_after(_fork._ForkServer, 'fork', 3)"),
     "a worker knows where it is": ("forkserver", "die_after(Channel, 'send', 2)"),
     "a worker was started": ("forkserver", "die_after(_fork.Forker, 'launch', 1)"),
     "all were": ("forkserver", "die_after(_fork.Forker, 'launch', 3)"),
@@ -309,7 +309,8 @@ def test_a_fork_of_the_program_has_servers_and_lifelines_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [(_fork._Server, "fork"), (_fork.ProcessContext, "here"), (_fork._Server, "reap")]
+    ("where", "name"),
+    [(_fork._ForkServer, "fork"), (_fork.ProcessContext, "here"), (_fork._ForkServer, "reap")],
 )
 def test_ctrl_c_while_a_worker_is_started_or_ended_leaves_none_behind(monkeypatch, new_workers, where, name):
     """The next pool is as good as any."""

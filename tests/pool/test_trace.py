@@ -18,7 +18,7 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 from support import probe
 from support.disasters import failing, in_two_ways, wait_until, wait_until_dead
-from support.probe import Record, Span, _ffi, _native, _tracing, pool_of
+from support.probe import Span, Trace, _ffi, _native, _tracing, pool_of
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -173,7 +173,7 @@ def test_batched_envs_are_recorded_no_longer_than_the_trace(make, tmp_path):
 def recorders():
     gc.collect()
     # By type, as `isinstance` reads attributes of any object, and some libraries warn then.
-    return sum(type(each) is _tracing.Recorder for each in gc.get_objects())
+    return sum(type(each) is _tracing.SpanRecorder for each in gc.get_objects())
 
 
 def test_resets_in_advance_and_questions_are_there_too(make, tmp_path):
@@ -454,8 +454,8 @@ def test_jax_profiler_sees_the_calls_of_the_host(make, tmp_path):
 def test_dropped_trace_events_are_counted_once_across_threads():
     spans = [Span("jaxvec.step", 0, 1_000, thread) for thread in (1, 2)]
     timeline = _tracing.build(
-        [Record(spans, dropped=3), Record([], dropped=4)],
-        [Record([], dropped=5)],
+        [Trace(spans, dropped=3), Trace([], dropped=4)],
+        [Trace([], dropped=5)],
         [(0, 1)],
         pool_id=1,
         epoch_ns=0,

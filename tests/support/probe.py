@@ -27,7 +27,7 @@ from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.engine import Engine, PendingEnvs
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
-from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Episodes
+from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, EpisodeTracker
 from jaxvec._envs.slice import SlotData
 from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec._extensions.states.proof import prove
@@ -44,7 +44,7 @@ from jaxvec._pool import pool as pool_module
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, EnvSpaces, LastObsTimeStep, as_jax, make_spec
 from jaxvec._stats import WorkerStats
-from jaxvec._tracing import Record, Span
+from jaxvec._tracing import Span, Trace
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import pool_of
 from jaxvec._workers import base, budget, fork, forkserver, lifeline, output, process, spawn, stacks

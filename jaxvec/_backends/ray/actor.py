@@ -41,7 +41,7 @@ JAX_OPTIONS = (
 )
 
 
-class Program(NamedTuple):
+class RolloutProgram(NamedTuple):
     """The definition of the rollouts, equal for all actors; see `Rollouts`."""
 
     rollout: Callable[..., Any]
@@ -81,7 +81,7 @@ class RemoteError(NamedTuple):
 class RolloutActor:
     """The class of the Ray actors. Its calls run one at a time, in order."""
 
-    _program: Program | None = None
+    _program: RolloutProgram | None = None
     _envs: VectorEnv | None = None
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class RolloutActor:
     def start(
         self, pickled: bytes, number: int, incarnation: int, index: int, snapshot: bytes | None
     ) -> RemoteError | None:
-        """Makes the pool of a pickled `Program` anew, and resets it or restores it from a snapshot.
+        """Makes the pool of a pickled `RolloutProgram` anew, and resets it or restores it from a snapshot.
 
         `incarnation` counts replacements, from 0; `index` is that of the next rollout.
         """
@@ -122,9 +122,9 @@ class RolloutActor:
             return _pack_error(error)
         return None
 
-    def _load(self, pickled: bytes) -> Program:
+    def _load(self, pickled: bytes) -> RolloutProgram:
         if self._program is None:  # otherwise, JAX would compile it again
-            program: Program = cloudpickle.loads(pickled)
+            program: RolloutProgram = cloudpickle.loads(pickled)
             version = versions()["jaxvec"]
             if program.jaxvec != version:
                 raise ImportError(

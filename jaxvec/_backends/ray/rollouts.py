@@ -36,9 +36,9 @@ from jaxvec._backends.ray import cluster
 from jaxvec._backends.ray.actor import (
     JAX_OPTIONS,
     PackedRollout,
-    Program,
     RemoteError,
     RolloutActor,
+    RolloutProgram,
     check_keys,
     pack,
     unpack,
@@ -75,7 +75,7 @@ _READY_CHECK_INTERVAL = 0.01  # seconds between checks of weights that JAX compu
 
 
 @dataclass
-class _Place:
+class _ActorPlace:
     """The place of an actor, and the state of the actor. Ray's thread changes it under the lock."""
 
     number: int
@@ -104,7 +104,7 @@ class _Place:
 class _Failure(NamedTuple):
     """A failed call of an actor: an exception of Ray, or an exception in the actor."""
 
-    place: _Place
+    place: _ActorPlace
     incarnation: int
     method: str
     error: BaseException | RemoteError
@@ -116,7 +116,7 @@ class _Actors:
 
     ray: Any  # the module
     options: Mapping[str, Any]  # of the actors
-    places: list[_Place]
+    places: list[_ActorPlace]
     least: int  # number of actors that must not be given up
     start_timeout: float | None
     rollout_timeout: float | None
@@ -125,7 +125,7 @@ class _Actors:
     policy: Restart | None
     newest: tuple[int, Any]  # version and weights, a pytree
     jax_options: Mapping[str, Any]  # of the actors' processes
-    program: bytes  # the pickled `Program`
+    program: bytes  # the pickled `RolloutProgram`
 
     def __post_init__(self) -> None:
         self.num_started = 0
@@ -207,7 +207,7 @@ class _Actors:
 
     # --- Calls, and their answers in a thread of Ray ------------------------------------------------
 
-    def _start(self, place: _Place) -> None:
+    def _start(self, place: _ActorPlace) -> None:
         """Starts the envs of a new actor, or of one that Ray starts again, once it is there."""
         with self._lock:
             place.incarnation += 1
@@ -215,12 +215,12 @@ class _Actors:
             place.deadline, place.again = _deadline(self.start_timeout), math.inf
             self._call(place, "identify")
 
-    def _call(self, place: _Place, method: str, *args: Any) -> None:
+    def _call(self, place: _ActorPlace, method: str, *args: Any) -> None:
         place.pending = method
         future: Future[Any] = getattr(place.actor, method).remote(*args).future()
         future.add_done_callback(partial(self._on_answer, place, place.incarnation, method))
 
-    def _on_answer(self, place: _Place, incarnation: int, method: str, future: Future[Any]) -> None:
+    def _on_answer(self, place: _ActorPlace, incarnation: int, method: str, future: Future[Any]) -> None:
         with self._lock:
             if place.incarnation != incarnation:
                 return
@@ -237,21 +237,21 @@ class _Actors:
                 place.pending = "failed"
                 self._events.put(_Failure(place, incarnation, method, failure))
 
-    def _on_identify(self, place: _Place, node: str) -> None:
+    def _on_identify(self, place: _ActorPlace, node: str) -> None:
         place.node, place.waits = node, False
         place.deadline = _deadline(self.start_timeout)
         place.uses += 1
         given = place.number, place.incarnation, place.index, place.snapshot
         self._call(place, "start", self._program, *given)
 
-    def _on_start(self, place: _Place, failure: RemoteError | None) -> RemoteError | None:
+    def _on_start(self, place: _ActorPlace, failure: RemoteError | None) -> RemoteError | None:
         if failure is None:
             self.num_started += 1
             self._events.put(None)
             self._start_rollout(place)
         return failure
 
-    def _start_rollout(self, place: _Place) -> None:
+    def _start_rollout(self, place: _ActorPlace) -> None:
         """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
         count = self.rollouts_per_call
         if place.given_up or place.pending or place.unread + count > max(self.in_flight, count):
@@ -262,7 +262,7 @@ class _Actors:
         place.deadline = min(_deadline(self.rollout_timeout), _deadline(late_s))
         self._call(place, "run", place.version, weights, place.index, count)
 
-    def _on_run(self, place: _Place, results: list[PackedRollout | RemoteError]) -> RemoteError | None:
+    def _on_run(self, place: _ActorPlace, results: list[PackedRollout | RemoteError]) -> RemoteError | None:
         now = time.monotonic()
         for result in results:
             place.pool_restarts += result.pool_restarts
@@ -300,7 +300,7 @@ class _Actors:
             place.lost = time.monotonic()
             self._recover(place, self._died(place, why), failure.method)
 
-    def _time_out(self, place: _Place, incarnation: int) -> None:
+    def _time_out(self, place: _ActorPlace, incarnation: int) -> None:
         with self._lock:
             if place.incarnation != incarnation or time.monotonic() < place.deadline:
                 return
@@ -331,7 +331,7 @@ class _Actors:
             raise error
         self._recover(place, error, place.pending)
 
-    def _report_wait(self, place: _Place) -> None:
+    def _report_wait(self, place: _ActorPlace) -> None:
         place.deadline = _deadline(self.start_timeout)
         if not place.waits:
             place.waits = True
@@ -342,7 +342,7 @@ class _Actors:
             )
 
     def _recover(
-        self, place: _Place, error: _errors.RolloutError | _errors.ActorDiedError, method: str
+        self, place: _ActorPlace, error: _errors.RolloutError | _errors.ActorDiedError, method: str
     ) -> None:
         """Counts a fault of an actor, and starts its envs again, or gives it up if enough are left."""
         if self.num_started < self.least and isinstance(error, _errors.RolloutError):
@@ -367,11 +367,11 @@ class _Actors:
             return
         self._start(place)
 
-    def _died(self, place: _Place, why: str) -> _errors.ActorDiedError:
+    def _died(self, place: _ActorPlace, why: str) -> _errors.ActorDiedError:
         message = f"actor {place.number} on {place.node} {why}"
         return _errors.ActorDiedError(message, actor=place.number, node=place.node)
 
-    def _kill(self, place: _Place, *, no_restart: bool) -> None:
+    def _kill(self, place: _ActorPlace, *, no_restart: bool) -> None:
         if self.ray.is_initialized():
             with suppress(Exception):
                 self.ray.kill(place.actor, no_restart=no_restart)
@@ -387,7 +387,7 @@ def _deadline(seconds: float | None) -> float:
     return math.inf if seconds is None else time.monotonic() + seconds
 
 
-def _unpack_error(packed: RemoteError, place: _Place, when: str) -> _errors.RolloutError:
+def _unpack_error(packed: RemoteError, place: _ActorPlace, when: str) -> _errors.RolloutError:
     error = _errors.RolloutError(
         f"actor {place.number} on {place.node} raised {packed.name} {when}: {packed.message}\n\n"
         f"The actor's own traceback:\n{packed.traceback}",
@@ -596,7 +596,9 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             jax_options["jax_platforms"] = "cpu"
         for name in actor_options.get("runtime_env", {}).get("env_vars", {}):  # these have precedence
             jax_options.pop(name.lower(), None)
-        program = Program(rollout, env, num_envs, seed, options, save_states, cache, versions()["jaxvec"])
+        program = RolloutProgram(
+            rollout, env, num_envs, seed, options, save_states, cache, versions()["jaxvec"]
+        )
         pickled = pickle_given(program, _refuse, dumps)
         check_keys(params)
         policy = parse_restart(on_fault)
@@ -604,7 +606,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         self._actors = _Actors(
             ray,
             {"max_restarts": -1 if policy else 0, **actor_options},
-            [_Place(number, *progress) for number, progress in enumerate(self._progress)],
+            [_ActorPlace(number, *progress) for number, progress in enumerate(self._progress)],
             least=least,
             start_timeout=timeouts.start,
             rollout_timeout=rollout_timeout,

@@ -185,7 +185,7 @@ class Host(NamedTuple):
     token: str  # of the place that it was started for; empty if it may have any
 
 
-class Caller:
+class Peer:
     """A connection to a listener that has not yet proved that it has the key."""
 
     def __init__(self, sock: socket.socket, address: str, key: bytes, context: ssl.SSLContext | None) -> None:
@@ -250,7 +250,7 @@ class Listener:
         self._closed = False
         # Used by the thread only.
         self._selector = selectors.DefaultSelector()
-        self._callers: dict[Caller, None] = {}  # from the oldest to the newest
+        self._peers: dict[Peer, None] = {}  # from the oldest to the newest
         self._next_log = 0.0  # earliest time of another record of a refusal, of `time.monotonic()`
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -295,17 +295,17 @@ class Listener:
         with self._socket, self._selector:
             self._selector.register(self._socket, selectors.EVENT_READ)
             while not self._closed:
-                oldest = next(iter(self._callers), None)
+                oldest = next(iter(self._peers), None)
                 ready = self._selector.select(oldest and max(oldest.deadline - time.monotonic(), 0))
-                callers = [key.data for key, _ in ready if key.data is not None]
-                for caller in callers:
-                    self._advance(caller)
-                if len(callers) < len(ready):
+                peers = [key.data for key, _ in ready if key.data is not None]
+                for peer in peers:
+                    self._advance(peer)
+                if len(peers) < len(ready):
                     self._accept()
-                while (oldest := next(iter(self._callers), None)) and oldest.deadline <= time.monotonic():
+                while (oldest := next(iter(self._peers), None)) and oldest.deadline <= time.monotonic():
                     self._drop(oldest)
-            for caller in [*self._callers]:
-                self._drop(caller)
+            for peer in [*self._peers]:
+                self._drop(peer)
 
     def _accept(self) -> None:
         for _ in range(_MAX_ACCEPTS):
@@ -314,49 +314,49 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError:  # the listener was closed, or an error of the network or of too few descriptors
-                if self._callers:
-                    self._drop(next(iter(self._callers)))
+                if self._peers:
+                    self._drop(next(iter(self._peers)))
                 elif not self._closed:
                     time.sleep(_ACCEPT_RETRY_INTERVAL)
                 return
             try:
-                caller = Caller(sock, f"{address[0]}:{address[1]}", self.key, self._context)
-                self._selector.register(caller.sock, selectors.EVENT_READ, caller)
+                peer = Peer(sock, f"{address[0]}:{address[1]}", self.key, self._context)
+                self._selector.register(peer.sock, selectors.EVENT_READ, peer)
             except Exception:  # such as the connection's end
                 sock.close()
                 continue
-            if len(self._callers) >= _MAX_UNAUTHENTICATED:
-                self._drop(next(iter(self._callers)))
-            self._callers[caller] = None
-            self._advance(caller)
+            if len(self._peers) >= _MAX_UNAUTHENTICATED:
+                self._drop(next(iter(self._peers)))
+            self._peers[peer] = None
+            self._advance(peer)
 
-    def _advance(self, caller: Caller) -> None:
+    def _advance(self, peer: Peer) -> None:
         try:
-            if event := next(caller.proving, 0):
-                self._selector.modify(caller.sock, event, caller)
+            if event := next(peer.proving, 0):
+                self._selector.modify(peer.sock, event, peer)
                 return
-            self._forget(caller)
-            threading.Thread(target=self._admit, args=(caller,), daemon=True).start()
+            self._forget(peer)
+            threading.Thread(target=self._admit, args=(peer,), daemon=True).start()
         except Exception as error:  # any: a connection must not end the listener
-            self._drop(caller)
+            self._drop(peer)
             if isinstance(error, PermissionError) and time.monotonic() >= self._next_log:
                 self._next_log = time.monotonic() + _REFUSAL_LOG_INTERVAL
-                _logger.warning("refused a connection from %s: %s", caller.address, error)
+                _logger.warning("refused a connection from %s: %s", peer.address, error)
 
-    def _drop(self, caller: Caller) -> None:
-        self._forget(caller)
-        caller.sock.close()
+    def _drop(self, peer: Peer) -> None:
+        self._forget(peer)
+        peer.sock.close()
 
-    def _forget(self, caller: Caller) -> None:
-        if caller in self._callers:
-            del self._callers[caller]
-            self._selector.unregister(caller.sock)
+    def _forget(self, peer: Peer) -> None:
+        if peer in self._peers:
+            del self._peers[peer]
+            self._selector.unregister(peer.sock)
 
     # --- A thread for each connection with the key ---------------------------------------------------
 
-    def _admit(self, caller: Caller) -> None:
+    def _admit(self, peer: Peer) -> None:
         """Reads a host's description of itself and queues the host."""
-        tcp = sock = caller.sock
+        tcp = sock = peer.sock
         try:
             if isinstance(tcp, ssl.SSLSocket):
                 sock = relay(tcp)
@@ -365,7 +365,7 @@ class Listener:
             except Exception as error:
                 is_phrase = isinstance(error, HostLostError)
                 why = str(error) if is_phrase else f"sent no valid description: {error!r}"
-                _logger.warning("rejected a worker host at %s: it %s", caller.address, why)
+                _logger.warning("rejected a worker host at %s: it %s", peer.address, why)
                 Connection(tcp, sock).send(MESSAGE, pickle.dumps(("reject", (why,))))
                 raise
             with self._changed:

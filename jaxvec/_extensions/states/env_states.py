@@ -1,6 +1,6 @@
 """The state of one env and its wrappers: how it is saved, restored, and compared with the original.
 
-`StatefulEnv.restore` restores an `EnvState` into the same env, or into another of the same constructor.
+`StatefulEnv.restore` restores an `EnvSnapshot` into the same env, or into another of the same constructor.
 `snapshots/` copies the attributes. `proof.py` verifies that an env continues from its states.
 """
 
@@ -35,7 +35,7 @@ _GENERATOR = ("_np_random", "_np_random_seed")  # attributes that `gymnasium.Env
 
 
 @dataclass(slots=True, eq=False)
-class EnvState:
+class EnvSnapshot:
     """The result of `StatefulEnv.save`, which does not change. It pickles if everything in the env does."""
 
     kinds: tuple[str, ...]  # the names of the classes of the wrappers, outermost first, and of the env
@@ -67,7 +67,7 @@ class StatefulEnv:
         self._find_layers()
         watch_ale(self._layers[-1])
 
-    def save(self) -> EnvState:
+    def save(self) -> EnvSnapshot:
         """Returns the state of the env and its wrappers.
 
         It contains their attributes and all objects that these refer to, random generators included. MuJoCo
@@ -78,7 +78,7 @@ class StatefulEnv:
             EnvStateError: Something can't be copied. The message names the attribute and suggests what to do.
         """
         if self._incremental is not None and (changed := self._incremental.save()) is not None:
-            return EnvState(self._kinds, changed, None)
+            return EnvSnapshot(self._kinds, changed, None)
         self._update_layers()
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
@@ -93,7 +93,7 @@ class StatefulEnv:
             saver.owners[id(vars(layer))] = self._nodes[id(layer)]
         return saver
 
-    def _walk(self, saver: nodes.Saver, *, attributes_only: bool = False) -> EnvState:
+    def _walk(self, saver: nodes.Saver, *, attributes_only: bool = False) -> EnvSnapshot:
         """Saves the attributes of each layer, and the result of `get_state`."""
         layers: list[nodes.Fields] = []
         own: Any = None
@@ -114,7 +114,7 @@ class StatefulEnv:
             raise EnvStateError(
                 f"cannot save {type(base).__name__}: attribute {path}{reason}. {error.advice or ADVICE}"
             ) from error
-        return EnvState(self._kinds, layers, own)
+        return EnvSnapshot(self._kinds, layers, own)
 
     def _save_layer(self, saver: nodes.Saver, layer: Any) -> nodes.Fields:
         """Returns the attributes of a layer; of an env with `get_state`, those that this may leave out."""
@@ -130,7 +130,7 @@ class StatefulEnv:
         saver.lenient = False
         return fields
 
-    def digest(self, state: EnvState | None = None) -> Digest:
+    def digest(self, state: EnvSnapshot | None = None) -> Digest:
         """Returns the digest of the env, with which another process compares its own; restores `state` first.
 
         Raises:
@@ -156,7 +156,7 @@ class StatefulEnv:
                 f"cannot move a {name} to another process: it can't be compared there: {error}. {ADVICE}"
             ) from error
 
-    def check_fit(self, state: EnvState) -> None:
+    def check_fit(self, state: EnvSnapshot) -> None:
         """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
         self._update_layers()
         if state.kinds != self._kinds:
@@ -165,7 +165,7 @@ class StatefulEnv:
                 "restore it into an env that the same function made"
             )
 
-    def restore(self, state: EnvState) -> bool:
+    def restore(self, state: EnvSnapshot) -> bool:
         """Restores a state of this env, or of another that the same function built; it may be used again.
 
         Values are written into the existing objects, because windows, observation buffers and closures may
@@ -186,7 +186,7 @@ class StatefulEnv:
         state.original = None  # further restores are as those of its own process
         return False
 
-    def compare(self, state: EnvState) -> None:
+    def compare(self, state: EnvSnapshot) -> None:
         """Restores a state from another process, and compares the env with the original.
 
         Raises:
@@ -200,7 +200,7 @@ class StatefulEnv:
                 f"as in the original. {ADVICE}"
             )
 
-    def _restore(self, state: EnvState) -> bool:
+    def _restore(self, state: EnvSnapshot) -> bool:
         compiled = self._incremental if self._kinds == state.kinds else None
         if compiled is not None and compiled.restore(state.layers):
             return True

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxvec import _stats
 from jaxvec._errors import EnvStateError
-from jaxvec._extensions.states.env_states import ADVICE, EnvState, StatefulEnv
+from jaxvec._extensions.states.env_states import ADVICE, EnvSnapshot, StatefulEnv
 from jaxvec._extensions.states.snapshots import nodes
 from jaxvec._extensions.states.snapshots.pickling import unpickled
 from jaxvec._extensions.states.snapshots.snapshot import difference, find
@@ -78,7 +78,7 @@ def prove(
         for state, parts in points:
             stateful.restore(state)
             # Ignores `own`: two results of `get_state` may differ in form until the next step.
-            now, saved = (EnvState(one.kinds, one.layers, None) for one in (stateful.save(), state))
+            now, saved = (EnvSnapshot(one.kinds, one.layers, None) for one in (stateful.save(), state))
             if (attribute := _differing_attribute(now, saved)) is not None:
                 raise EnvStateError(f"cannot restore {name}: {attribute} differs after the restore. {ADVICE}")
             del now
@@ -101,7 +101,7 @@ class Recording:
         self.stateful, self.progress, self._num_states = stateful, progress, num_states
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # method and arguments
         self.results: list[Any] = []  # a snapshot of each result
-        self.states: list[EnvState] = []  # after the first calls, to name an attribute that differs
+        self.states: list[EnvSnapshot] = []  # after the first calls, to name an attribute that differs
 
     def step(self, action: Any) -> Any:
         return self._call("step", (action,), {})
@@ -134,7 +134,7 @@ class Recording:
         return result
 
 
-def _repeat(state: EnvState, parts: Sequence[Recording], name: str) -> None:
+def _repeat(state: EnvSnapshot, parts: Sequence[Recording], name: str) -> None:
     """Repeats the calls of recordings from a restored state; raises `EnvStateError` if a result differs."""
     steps = 0
     for position, first in enumerate(parts):
@@ -201,7 +201,7 @@ def _without_times(info: Any) -> Any:
     }
 
 
-def _differing_attribute(one: EnvState, other: EnvState) -> str | None:
+def _differing_attribute(one: EnvSnapshot, other: EnvSnapshot) -> str | None:
     """Returns the first attribute in which two states of an env differ; `None` if they are equal."""
     for kind, mine, its in zip(one.kinds, one.layers, other.layers, strict=True):
         for name, value, its_value in nodes.compare_fields(mine, its):
@@ -212,7 +212,7 @@ def _differing_attribute(one: EnvState, other: EnvState) -> str | None:
     return None if where is None else f"get_state(){where}"
 
 
-def _without_equals(state: EnvState, before: EnvState) -> EnvState:
+def _without_equals(state: EnvSnapshot, before: EnvSnapshot) -> EnvSnapshot:
     """Returns a state that shares unchanged attributes, which may be large, with an earlier one."""
     if state.kinds != before.kinds:
         return state
@@ -223,10 +223,10 @@ def _without_equals(state: EnvState, before: EnvState) -> EnvState:
             for name, node in mine.items()
         }
         layers.append((atoms, shared, names))
-    return EnvState(state.kinds, layers, state.own)
+    return EnvSnapshot(state.kinds, layers, state.own)
 
 
-def _pickled(state: EnvState) -> EnvState | None:
+def _pickled(state: EnvSnapshot) -> EnvSnapshot | None:
     try:
         return unpickled(state)
     except Exception:  # an error only if the state has to leave this process

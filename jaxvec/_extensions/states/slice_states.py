@@ -20,7 +20,7 @@ from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
 from jaxvec._envs.extension import SliceExtension
-from jaxvec._extensions.states.env_states import EnvState, StatefulEnv
+from jaxvec._extensions.states.env_states import EnvSnapshot, StatefulEnv
 from jaxvec._extensions.states.proof import ForkedProcessEnded, call_in_fork, patience, prove
 from jaxvec._extensions.states.simulator import Simulator, Stepper
 from jaxvec._extensions.states.slot_states import LostStates, SlotState, SlotStates, StateTable, pack, unpack
@@ -327,7 +327,9 @@ class SliceStates(SliceExtension):
             for state, digest in zip(states, digests, strict=True)
         ]
 
-    def _visit(self, states: Sequence[SlotState], visit: Callable[[StatefulEnv, EnvState], Any]) -> list[Any]:
+    def _visit(
+        self, states: Sequence[SlotState], visit: Callable[[StatefulEnv, EnvSnapshot], Any]
+    ) -> list[Any]:
         """Calls a function that restores each state to an env of its kind.
 
         Not to one of the slice, because a second restore need not undo the first: if the env refers to a

@@ -1,6 +1,6 @@
 """The states of slots: how a worker saves, restores, keeps and pickles them.
 
-env and its wrappers --StatefulEnv.save--> EnvState --+
+env and its wrappers --StatefulEnv.save--> EnvSnapshot --+
 the rest of the slot --EnvSlice.save_slot--> SlotData +--> SlotState --StateTable.add--> table, by number
 """
 
@@ -21,7 +21,7 @@ from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env
 from jaxvec._envs.slice import SlotData
 from jaxvec._errors import EnvStateError
-from jaxvec._extensions.states.env_states import EnvState, StatefulEnv
+from jaxvec._extensions.states.env_states import EnvSnapshot, StatefulEnv
 from jaxvec._extensions.states.snapshots.pickling import dumps, size_of
 from jaxvec._options import States
 
@@ -35,7 +35,7 @@ class SlotState(NamedTuple):
     """
 
     slot: int  # the slot that it was saved from
-    env: EnvState  # of the env and its wrappers
+    env: EnvSnapshot  # of the env and its wrappers
     data: SlotData  # of everything else
 
 
