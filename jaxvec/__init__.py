@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jaxvec import _errors
 from jaxvec._errors import *  # noqa: F403 - its `__all__` has the public errors
 from jaxvec._options import Recycle, Restart, States, Timeouts, Workers
+from jaxvec._results import EnvState, TimeStep
 from jaxvec._settings import config
-from jaxvec._spec import EnvState, TimeStep
 from jaxvec._stats import Stats
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import ActionError, EnvIdError
-from jaxvec._spec import DictNode, Leaf, Node, PaddedNode, PoolSpec, format_path, leaves
+from jaxvec._leaves import DictNode, Leaf, Node, PaddedNode, format_path, leaves
+from jaxvec._spec import PoolSpec
 
 _MAX_SEED = 2**63 - 1
 NO_SEED = -(2**63)  # marks an env that gets no seed

@@ -22,8 +22,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from jaxvec._leaves import MaxSizes
 from jaxvec._settings import Config, check_choice, config
-from jaxvec._spec import Autoreset, MaxSizes, declarations, parse_autoreset
+from jaxvec._spec import Autoreset, declarations, parse_autoreset
 from jaxvec._util import can_bind
 
 if TYPE_CHECKING:

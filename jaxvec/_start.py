@@ -20,11 +20,12 @@ from jaxvec._envs import constructors
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.envs import check_vector
 from jaxvec._errors import UnsupportedSpaceError
+from jaxvec._leaves import DtypePolicy
 from jaxvec._memory.segment import CopyToDevice, split_evenly
 from jaxvec._options import PoolConfig
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import Autoreset, DtypePolicy, declarations, make_spec
+from jaxvec._spec import Autoreset, declarations, make_spec
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.interpreter import Interpreter

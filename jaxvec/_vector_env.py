@@ -22,14 +22,16 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from jaxvec import _arguments, _spec, _tracing
+from jaxvec import _arguments, _results, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import EnvStateError, JaxvecError, StateFileError
 from jaxvec._extensions.states import pool_states, state_files
+from jaxvec._leaves import limit
 from jaxvec._memory.segment import CopyToDevice, copies, placed, views
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import EnvState, PoolSpec, TimeStep, limit
+from jaxvec._results import EnvState, TimeStep
+from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._util import run_in_thread
 
@@ -310,7 +312,7 @@ class VectorEnv:
             ```
         """
         slots = _arguments.check_indices(indices, self.num_envs)
-        ids = _spec.check_states(state, len(slots))
+        ids = _results.check_states(state, len(slots))
         mask = _arguments.check_mask(mask, len(slots))
         move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
         rows = pool_states.restore(self._pool, move, ids, mask, deliver=self._deliver)
@@ -329,7 +331,7 @@ class VectorEnv:
                 print(timestep.obs[0, 1] < timestep.obs[1, 1])  # True
             ```
         """
-        ids = _spec.check_states(state)
+        ids = _results.check_states(state)
         actions = _arguments.check_action(self.spec, action, len(ids), name_row="state {}".format)
         ids, rows = pool_states.simulate(self._pool, ids, actions, deliver=self._deliver)
         return EnvState(ids), self.spec.build_timestep(rows)
@@ -390,7 +392,7 @@ class VectorEnv:
             ```
         """
         states = self.save() if state is None else state
-        packed = pool_states.pack(self._pool, _spec.check_states(states))
+        packed = pool_states.pack(self._pool, _results.check_states(states))
         return np.frombuffer(state_files.pack_states(packed, self.spec.fingerprint), np.uint8)
 
     def unpack_states(self, data: Any) -> EnvState:

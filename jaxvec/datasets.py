@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import NO_SEED, expand_options, expand_seeds
-from jaxvec._spec import Autoreset, TimeStep, build
+from jaxvec._leaves import build
+from jaxvec._results import TimeStep
+from jaxvec._spec import Autoreset
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat._base import merge_final_info
 

@@ -17,8 +17,8 @@ from gymnasium import Space, spaces
 from jaxvec import _util
 from jaxvec._arguments import flatten
 from jaxvec._errors import ActionError
+from jaxvec._leaves import Cut, KeyPath, MaxSizes, Node, as_is, build, leaves, walk
 from jaxvec._memory.rows import InvalidValue, reader, writer
-from jaxvec._spec import Cut, KeyPath, MaxSizes, Node, as_is, build, leaves, walk
 
 __all__ = ["Cut", "decode", "encode", "pad", "to_graphs_tuple", "unpad"]
 

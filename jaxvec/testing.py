@@ -17,10 +17,11 @@ from jaxvec._envs.constructors import describe
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvFailure, build_env, close_envs
 from jaxvec._envs.failures import report, to_error
+from jaxvec._leaves import as_jax, limit
 from jaxvec._memory import rows, segment
 from jaxvec._memory.segment import make_layout
 from jaxvec._options import CheckMode, PoolConfig
-from jaxvec._spec import Autoreset, as_jax, limit, make_spec
+from jaxvec._spec import Autoreset, make_spec
 
 __all__ = ["CountingEnv", "NestedEnv", "check_env"]
 

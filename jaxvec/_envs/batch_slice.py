@@ -26,19 +26,10 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.slice import Done, Slice
+from jaxvec._leaves import DictNode, Leaf, Node, PaddedNode, leaves, map_leaves, padded_nodes
 from jaxvec._memory.rows import InvalidValue, Write, conform, reader, store, writer, wrong_structure
 from jaxvec._memory.segment import Arrays, Marks, kind_of
-from jaxvec._spec import (
-    Autoreset,
-    DictNode,
-    Leaf,
-    Node,
-    PaddedNode,
-    PoolSpec,
-    leaves,
-    map_leaves,
-    padded_nodes,
-)
+from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._tracing import RecordedEnv, SpanRecorder
 
 

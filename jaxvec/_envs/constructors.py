@@ -44,9 +44,10 @@ from jaxvec._envs.envs import (
     layers_of,
 )
 from jaxvec._envs.slice import Slice
+from jaxvec._leaves import union
 from jaxvec._memory.large_buffers import map_again
 from jaxvec._options import PoolConfig, check_count
-from jaxvec._spec import EnvSpaces, union
+from jaxvec._spec import EnvSpaces
 from jaxvec._util import install_command
 
 # --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import ActionError
+from jaxvec._leaves import DictNode, leaves
 from jaxvec._memory.rows import column, reader, writer, zeroer
 from jaxvec._memory.segment import Arrays, Index, InfoKind, kind_of
-from jaxvec._spec import DictNode, PoolSpec, leaves
+from jaxvec._spec import PoolSpec
 
 _FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 

@@ -44,10 +44,11 @@ from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedR
 from jaxvec._envs.slice import Done, Slice, SlotData, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs
 from jaxvec._errors import EnvStateError
+from jaxvec._leaves import KeyPath, padded_nodes
 from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
 from jaxvec._options import PoolConfig
-from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
+from jaxvec._spec import PoolSpec
 from jaxvec._tracing import SpanRecorder
 
 _EMPTY: dict[Any, Any] = {}  # shared by states, which never change

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._leaves import KeyPath
 from jaxvec._memory.rows import reader, scalars
 from jaxvec._memory.segment import Arrays, index_of
-from jaxvec._spec import Autoreset, KeyPath, PoolSpec
+from jaxvec._spec import Autoreset, PoolSpec
 
 # --- Progress of episodes, with their rewards, flags and statistics in the segment -----------------------
 

@@ -13,8 +13,8 @@ from jaxvec._arguments import Options
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvFailure
+from jaxvec._leaves import KeyPath
 from jaxvec._options import Restart
-from jaxvec._spec import KeyPath
 from jaxvec._tracing import SpanRecorder, Trace
 
 # --- Settings of rebuilt envs ----------------------------------------------------------------------------

@@ -29,10 +29,11 @@ from jaxvec._envs.envs import (
     forked,
     split_reset,
 )
+from jaxvec._leaves import KeyPath, build, format_path, leaves, padded_nodes
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
 from jaxvec._options import PoolConfig
-from jaxvec._spec import KeyPath, PoolSpec, build, format_path, leaves, padded_nodes
+from jaxvec._spec import PoolSpec
 from jaxvec._tracing import RecordedEnv, SpanRecorder
 
 # --- Bypass of Gymnasium's own wrappers ------------------------------------------------------------------

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from jaxvec import _native
 from jaxvec._arguments import find_first
 from jaxvec._errors import ActionError
+from jaxvec._leaves import DictNode, KeyPath, Leaf, Node, PaddedNode, TupleNode, format_path, leaves
 from jaxvec._memory.segment import Arrays, align, index_of
-from jaxvec._spec import DictNode, KeyPath, Leaf, Node, PaddedNode, TupleNode, format_path, leaves
 
 # --- Writing and reading values --------------------------------------------------------------------------
 # Values are cast by NumPy's `same_kind`, as in `gymnasium.vector.SyncVectorEnv`: float64 values fit a

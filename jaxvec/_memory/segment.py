@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._spec import KeyPath, PoolSpec, format_path
+from jaxvec._leaves import KeyPath, format_path
+from jaxvec._spec import PoolSpec
 from jaxvec._util import free_memory
 
 # --- Raw infos: the segment holds only their kind, and the parent requests the `FULL` ones from workers

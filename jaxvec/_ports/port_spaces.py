@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxvec._leaves import as_jax
 from jaxvec._ports.comparison import SpaceResult
-from jaxvec._spec import as_jax
 
 NOT_DECLARED = "not declared"
 

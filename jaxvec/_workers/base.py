@@ -30,12 +30,13 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import JaxvecError
+from jaxvec._leaves import Leaf
 from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._native import load, reason_unavailable
 from jaxvec._native.native_dispatch import NativeParentDispatch, NativeWorkerDispatch
 from jaxvec._native.native_engine import CEngine, StepHere
 from jaxvec._options import LimitName, Timeouts
-from jaxvec._spec import Leaf, PoolSpec
+from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats
 from jaxvec._tracing import Trace
 

@@ -11,7 +11,7 @@ from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spec import KeyPath, format_path
+from jaxvec._leaves import KeyPath, format_path
 from jaxvec._util import optional_imports
 from jaxvec.adapters._adapter import Adapter
 

@@ -10,8 +10,8 @@ from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 from numpy.typing import NDArray
 
+from jaxvec._leaves import MaxSizes, Node, as_is, leaves, walk
 from jaxvec._memory.rows import reader
-from jaxvec._spec import MaxSizes, Node, as_is, leaves, walk
 from jaxvec._util import optional_imports
 from jaxvec.adapters._adapter import Adapter
 

@@ -22,10 +22,11 @@ from jaxvec._arguments import cast_operands, check_seeds
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import EnvDataError, EnvIdError
 from jaxvec._extensions.states import pool_states
+from jaxvec._leaves import Leaf, build
 from jaxvec._memory.rows import InvalidValue, conform, store
 from jaxvec._memory.segment import Copies, Deliver, Rows, into
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import Leaf, PoolSpec, build
+from jaxvec._spec import PoolSpec
 from jaxvec.callbacks._operands import row_name
 
 _ID = ((3,), np.dtype(np.uint32))  # shape and dtype of a state's id

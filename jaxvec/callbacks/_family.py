@@ -21,7 +21,7 @@ from jaxvec._errors import PoolClosedError, SpaceMismatchError
 from jaxvec._options import PoolConfig, Workers
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import TimeStep
+from jaxvec._results import TimeStep
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions
 from jaxvec.callbacks._handle import Handle

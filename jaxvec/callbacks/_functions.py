@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxvec._arguments import check_action, check_ids, check_name, check_options, find_first
 from jaxvec._dispatch.move import Verb
-from jaxvec._spec import EnvState, TimeStep, check_states
+from jaxvec._results import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _primitive

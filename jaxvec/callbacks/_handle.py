@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import StaleHandleError
-from jaxvec._spec import EnvState, PoolSpec
+from jaxvec._results import EnvState
+from jaxvec._spec import PoolSpec
 
 jax.tree_util.register_dataclass(EnvState, data_fields=["ids"], meta_fields=[])
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from jaxvec._envs import constructors
 from jaxvec._errors import JaxvecError
+from jaxvec._leaves import as_is, as_jax
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._options import (
     AutoresetName,
@@ -32,7 +33,6 @@ from jaxvec._options import (
     Timeouts,
     Workers,
 )
-from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
 from jaxvec._util import add_note
 from jaxvec._vector_env import VectorEnv, pool_of

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from numpy.typing import NDArray
 
 from jaxvec._arguments import NO_SEED, Conversion, RowName, cast_rows, check_mask, expand_seeds
-from jaxvec._spec import Leaf
+from jaxvec._leaves import Leaf
 
 
 def row_name(ids: Any) -> RowName:

@@ -9,7 +9,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxvec._errors import EnvError
-from jaxvec._spec import STATISTICS, TimeStep, select
+from jaxvec._results import TimeStep, select
+from jaxvec._spec import STATISTICS
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._family import EnvFamily
 

@@ -24,7 +24,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spec import TimeStep
+from jaxvec._results import TimeStep
 from jaxvec._util import import_optional
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.callbacks._handle import Handle

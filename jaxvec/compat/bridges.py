@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
-from jaxvec._spec import TimeStep, select
+from jaxvec._results import TimeStep, select
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _functions, _make
 from jaxvec.callbacks._handle import Handle

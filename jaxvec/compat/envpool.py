@@ -30,7 +30,8 @@ from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
 from jaxvec._options import AutoresetName, Workers
-from jaxvec._spec import PoolSpec, TimeStep
+from jaxvec._results import TimeStep
+from jaxvec._spec import PoolSpec
 from jaxvec._util import install_command
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions

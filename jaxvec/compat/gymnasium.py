@@ -39,9 +39,10 @@ from jaxvec._errors import (
     PoolClosedError,
     SpaceMismatchError,
 )
+from jaxvec._leaves import Leaf, Node, as_is, fold_space, map_leaves
 from jaxvec._memory.segment import Copies, Rows, views
 from jaxvec._options import AutoresetName, PoolConfig, Timeouts, Workers
-from jaxvec._spec import Autoreset, Leaf, Node, as_is, fold_space, map_leaves, parse_autoreset
+from jaxvec._spec import Autoreset, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
 from jaxvec._vector_env import pool_of
 

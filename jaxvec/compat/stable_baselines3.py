@@ -24,9 +24,10 @@ from jaxvec import _util
 from jaxvec._arguments import EXACT, check_action, expand_seeds
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
+from jaxvec._leaves import Leaf, Node, builder, map_leaves
 from jaxvec._memory.segment import Copies, Rows
 from jaxvec._options import Workers
-from jaxvec._spec import Leaf, Node, PoolSpec, builder, map_leaves
+from jaxvec._spec import PoolSpec
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
 from jaxvec.compat.gymnasium import start_pool

@@ -17,7 +17,8 @@ from gymnasium import Space, spaces
 
 from jaxvec import _util
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spec import KeyPath, TimeStep, fold_space, format_path
+from jaxvec._leaves import KeyPath, fold_space, format_path
+from jaxvec._results import TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat import _base, envpool
 from jaxvec.compat.envpool import Task

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxvec._spec import TimeStep
+from jaxvec._results import TimeStep
 from jaxvec.callbacks._functions import step
 from jaxvec.callbacks._handle import Handle
 

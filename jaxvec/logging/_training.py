@@ -23,7 +23,7 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec._envs.constructors import find_spec
-from jaxvec._spec import TimeStep
+from jaxvec._results import TimeStep
 from jaxvec._util import INTERRUPTED, Interrupted, import_optional
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._functions import reset

@@ -34,6 +34,7 @@ from jaxvec._extensions.states.proof import prove
 from jaxvec._extensions.states.slot_states import SlotState, pack, unpack
 from jaxvec._extensions.states.snapshots.node_types import name_of
 from jaxvec._extensions.states.snapshots.snapshot import difference
+from jaxvec._leaves import as_jax
 from jaxvec._memory import pinned
 from jaxvec._memory import segment as segment_module
 from jaxvec._memory.segment import Marks, split_evenly
@@ -42,7 +43,8 @@ from jaxvec._native.native_engine import CEngine
 from jaxvec._options import PoolConfig
 from jaxvec._pool import pool as pool_module
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import Autoreset, EnvSpaces, LastObsTimeStep, as_jax, make_spec
+from jaxvec._results import LastObsTimeStep
+from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 from jaxvec._stats import WorkerStats
 from jaxvec._tracing import Span, Trace
 from jaxvec._util import usable_cores

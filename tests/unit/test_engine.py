@@ -28,10 +28,11 @@ from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, Work
 from jaxvec._dispatch.engine import Status
 from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._leaves import as_jax
 from jaxvec._memory import segment
 from jaxvec._memory.segment import Marks
 from jaxvec._pool.pool import Pool, Timeouts
-from jaxvec._spec import Autoreset, EnvSpaces, as_jax, make_spec
+from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 from jaxvec._workers import base
 
 WAIT, END, DIE = 6, 7, 8  # actions: the worker waits for the gate; the episode ends; the worker does

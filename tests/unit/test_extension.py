@@ -10,9 +10,9 @@ import pytest
 
 from jaxvec import _envs
 from jaxvec._envs.extension import SliceExtension
+from jaxvec._leaves import as_is
 from jaxvec._options import Extension, PoolConfig, Restart
 from jaxvec._pool.extension import PoolExtension
-from jaxvec._spec import as_is
 from jaxvec._start import start
 from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv

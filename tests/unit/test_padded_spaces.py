@@ -14,8 +14,8 @@ from support.padded import MOST, EchoEnv, Graph, any_space, assert_equal, model,
 
 import jaxvec
 from jaxvec import spaces as padding
+from jaxvec._leaves import MaxSizes, as_is, as_jax, leaves, limit, walk
 from jaxvec._memory import rows
-from jaxvec._spec import MaxSizes, as_is, as_jax, leaves, limit, walk
 
 many = settings(database=None, deadline=None)
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])

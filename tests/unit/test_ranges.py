@@ -13,9 +13,10 @@ from gymnasium.spaces import GraphInstance
 from jaxvec import ActionError, _native
 from jaxvec import spaces as padding
 from jaxvec._arguments import cast_rows
+from jaxvec._leaves import Leaf, as_is, as_jax
 from jaxvec._memory import rows as _rows
 from jaxvec._memory.segment import make_layout, private_segment
-from jaxvec._spec import Autoreset, EnvSpaces, Leaf, as_is, as_jax, make_spec
+from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 
 INTEGERS = [np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)]
 FLOATS = [np.dtype(f"f{size}") for size in (2, 4, 8)]

@@ -22,11 +22,12 @@ from jaxvec import _native
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._envs.slot_envs import WrapperBypass
+from jaxvec._leaves import as_is, as_jax
 from jaxvec._memory import rows as _rows
 from jaxvec._memory import segment
 from jaxvec._memory.segment import make_layout
 from jaxvec._options import PoolConfig
-from jaxvec._spec import Autoreset, EnvSpaces, as_is, as_jax, make_spec
+from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 
 pytestmark = pytest.mark.skipif(_native.ext is None, reason=f"not compiled: {_native.reason_unavailable()}")
 
