@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxvec._memory.rows import RowPacker
+from jaxvec._backends.remote.wire_format import RowPacker
 from jaxvec._memory.segment import ALIGNMENT
 
 NUM_ENVS = 7

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._backends.remote import wire
+from jaxvec._backends.remote.wire_format import Payload, WireFormat
 from jaxvec._dispatch.channel import WAKE, Channel, adopt_channel, channel_pair, dead_socket
 from jaxvec._dispatch.dispatch import time_left
 from jaxvec._dispatch.move import Verb
@@ -112,7 +113,7 @@ class WorkerHost:
             process.end()
 
     def send(
-        self, worker: int, incarnation: int, pickled: bytes | None, inherited: wire.Payload | None = None
+        self, worker: int, incarnation: int, pickled: bytes | None, inherited: Payload | None = None
     ) -> None:
         """Relays a message to a worker's process, or closes the control socket for `None`.
 
@@ -133,7 +134,7 @@ class WorkerHost:
             self._dispatch.notify_worker(worker)  # first: sending a long message needs a reader
         worker_slot.outbox.put((incarnation, message, descriptors))
 
-    def move(self, verb: Verb, request: wire.Payload) -> None:
+    def move(self, verb: Verb, request: Payload) -> None:
         """Dispatches slots to their workers."""
         slots = self._wire.requests[verb].unpack(request)
         # Forward first: until then the slots look completed, and `run` would yield them.
@@ -148,7 +149,7 @@ class WorkerHost:
             self._messages.append(wire.HostLostError(why))
         self._wake_run()
 
-    def run(self) -> Generator[wire.Payload | wire.WorkerMessage | wire.HostLostError]:
+    def run(self) -> Generator[Payload | wire.WorkerMessage | wire.HostLostError]:
         """Yields rows and messages of the workers; a message follows all rows completed before it."""
         reported = np.zeros(0)  # the latest `running` marks that were yielded
         while True:
@@ -275,7 +276,7 @@ class WorkerHost:
         worker_slot.channel.replace(channel)
         worker_slot.process = None
 
-    def _attach(self, attach: Attach, inherited: wire.Payload | None) -> Attach:
+    def _attach(self, attach: Attach, inherited: Payload | None) -> Attach:
         """Returns the message adapted to this node; creates the segment at the first call."""
         # This node may lack the native library, whatever the pool's own dispatch is.
         kind = choose_dispatch("portable" if attach.dispatch == "portable" else "auto")
@@ -284,7 +285,7 @@ class WorkerHost:
             arrays = attach_segment(self._segment, attach.layout)
             self._marks = Marks.of(arrays)
             self._requested = np.zeros_like(self._marks.requested)  # received requests, for `forward`
-            self._wire = wire.WireFormat(
+            self._wire = WireFormat(
                 attach.spec, arrays, self._workers, requested=self._requested, answered=self._marks.completed
             )
             self.max_rows = max(packer.max_bytes for packer in self._wire.requests.values())

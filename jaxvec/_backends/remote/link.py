@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxvec._backends.remote import wire
+from jaxvec._backends.remote.wire_format import Payload, WireFormat
 from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import verbs_of
 from jaxvec._envs.failures import Report
@@ -197,7 +198,7 @@ class Shipper:
         first = link.workers[0]  # its doorbell is rung for all workers; see `HostLauncher.partition`
         self._marks = Marks.of(arrays)
         self._answered = np.zeros_like(self._marks.completed)  # the request that each received row answers
-        self._format = wire.WireFormat(
+        self._format = WireFormat(
             attach.spec, arrays, link.workers, requested=self._marks.requested, answered=self._answered
         )
         self.max_rows = self._format.results.max_bytes
@@ -214,7 +215,7 @@ class Shipper:
         self._results = end(self._marks, spin_ns=0, notices=notices)
         self._thread = _start_thread(self._run)
 
-    def attach(self, worker: int, send: Callable[[wire.Payload | None], Any], *, replaces: bool) -> None:
+    def attach(self, worker: int, send: Callable[[Payload | None], Any], *, replaces: bool) -> None:
         """Sends `Attach` to a worker with `send`, and from then on ships the worker's slots.
 
         If the worker replaces one that was lost with its host, `send` gets the rows that the new one
@@ -250,7 +251,7 @@ class Shipper:
         self._channel.put(message)
         self._requests.notify_worker()
 
-    def post(self, rows: wire.Payload) -> None:
+    def post(self, rows: Payload) -> None:
         """Writes received rows. Completes each slot if its row answers the slot's latest request."""
         slots = self._format.results.unpack(rows)
         requested, completed = self._marks.requested[slots], self._marks.completed[slots]

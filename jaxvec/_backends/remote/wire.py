@@ -1,4 +1,4 @@
-"""TCP connections between a pool and its hosts, and the format of rows and messages; used by both ends."""
+"""TCP connections between a pool and its hosts, and their messages; used by both ends."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._backends.remote.tls import encrypt, relay
-from jaxvec._dispatch.move import Verb
-from jaxvec._memory.rows import RowPacker
-from jaxvec._memory.segment import Arrays
 from jaxvec._options import check_count
-from jaxvec._spec import PoolSpec
 
 # --- TCP connections between two processes that share a key ----------------------------------------------
 # Each end proves that it has the key before the other reads a frame, so no process without it sends pickles.
@@ -463,11 +459,7 @@ def versions() -> dict[str, str]:
     }
 
 
-# --- Rows and messages -----------------------------------------------------------------------------------
-
-Payload: TypeAlias = NDArray[np.uint8]  # rows in one buffer, see `RowPacker`
-
-_WORKER_ROWS = ("raw_info", "last_seed", "rebuilds")  # written by workers besides the time step
+# --- Messages -----------------------------------------------------------------------------------
 
 
 class ProcessEnd(NamedTuple):
@@ -487,43 +479,3 @@ class WorkerMessage(NamedTuple):
 
 class HostLostError(Exception):
     """The reason why a host can't be used, a phrase that follows its workers' names."""
-
-
-class WireFormat:
-    """The packers of rows between a pool and a host; both ends have equal ones.
-
-    Args:
-        requested: Latest request of each slot `[num_envs]`, sent to the host.
-        answered: Request that each slot's row answers `[num_envs]`, sent to the pool.
-    """
-
-    def __init__(
-        self,
-        spec: PoolSpec,
-        arrays: Arrays,
-        workers: range,
-        *,
-        requested: NDArray[np.int64],
-        answered: NDArray[np.int64],
-    ) -> None:
-        actions = [leaf.path for leaf in spec.action_leaves if not leaf.is_object]
-        options = [leaf.path for leaf in spec.option_leaves]
-        results = [leaf.path for leaf in spec.timestep_leaves if not leaf.is_object]
-        final = [path for path in results if path[:2] == ("info", "final_obs")]
-        self._arrays = arrays
-        self._rows = [*results, *((name,) for name in _WORKER_ROWS), ("completed",)]
-        sent = arrays | {("requested",): requested}
-        self.requests = {  # packers of each verb's inputs, for the host
-            Verb.STEP: RowPacker(sent, [("requested",), *actions, *options]),
-            Verb.RESET: RowPacker(sent, [("requested",), ("seed",), *options]),
-        }
-        self.results = RowPacker(  # for the pool
-            arrays | {("completed",): answered},
-            self._rows,
-            whole=[arrays[name,][workers.start : workers.stop] for name in ("stats", "running")],
-            sparse=dict.fromkeys(final, ("info", "_final_obs")),
-        )
-
-    def inheritance(self, worker: int) -> RowPacker:
-        """Returns the packer of the rows that a worker inherits if its predecessor's host was lost."""
-        return RowPacker(self._arrays, self._rows, whole=[self._arrays["stats",][worker : worker + 1]])
