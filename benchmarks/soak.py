@@ -349,9 +349,9 @@ def run(config, seconds, mean, deaths):
             envs = jaxvec.make(
                 FaultyEnv,
                 NUM_ENVS,
+                num_workers=NUM_WORKERS,
                 workers=jaxvec.Workers(
-                    num=NUM_WORKERS,
-                    recycle=config.recycle_steps and jaxvec.Recycle(steps=config.recycle_steps),
+                    recycle=config.recycle_steps and jaxvec.Recycle(steps=config.recycle_steps)
                 ),
                 batch_size=None if config.batch_size == NUM_ENVS else config.batch_size,
                 backend=backend,
@@ -474,9 +474,9 @@ class LeakingEnv(CountingEnv):
 
 def run_leak(leak, exact, seconds):
     """Steps leaking envs, and returns a row of the table and the number of wrong fields."""
-    workers = jaxvec.Workers(num=2, recycle=jaxvec.Recycle(**LEAKS[leak][1]))
+    workers = jaxvec.Workers(recycle=jaxvec.Recycle(**LEAKS[leak][1]))
     peaks, stop = [0, 0], threading.Event()
-    with jaxvec.make(LeakingEnv, 4, workers=workers, leak=leak, exact=exact) as envs:
+    with jaxvec.make(LeakingEnv, 4, num_workers=2, workers=workers, leak=leak, exact=exact) as envs:
 
         def watch():
             while not stop.wait(0.1):

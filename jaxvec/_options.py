@@ -211,9 +211,6 @@ class Workers:
     """Options of the worker processes, for `make(workers=...)`.
 
     Attributes:
-        num: Number of worker processes; by default the number of usable cores (a container's CPU quota
-            counts), or of the CPUs that the hosts of a `jaxvec.Ray` reserve. `make(num_workers=n)` is short
-            for `Workers(num=n)`.
         start_method: `"forkserver"` forks workers from a helper process that has imported NumPy and
             Gymnasium, but neither JAX nor your code. `"spawn"` starts a new Python interpreter per worker,
             which takes longer. `"auto"` uses the first one that works here.
@@ -238,13 +235,12 @@ class Workers:
 
     Example:
         ```python
-        workers = jaxvec.Workers(num=2, env={"OMP_NUM_THREADS": "2"}, pin=True)
-        with jaxvec.make("CartPole-v1", 4, workers=workers) as envs:
+        workers = jaxvec.Workers(env={"OMP_NUM_THREADS": "2"}, pin=True)
+        with jaxvec.make("CartPole-v1", 4, num_workers=2, workers=workers) as envs:
             print(envs.reset(seed=0).obs.shape)  # (4, 4)
         ```
     """
 
-    num: int | None = None
     start_method: StartMethod = "auto"
     env: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
     init: Callable[..., Any] | None = None
@@ -261,8 +257,6 @@ class Workers:
                 raise TypeError(f"Workers(preload=...) must be names of modules, as strings, not {module!r}")
         object.__setattr__(self, "preload", modules)  # not an iterator, which could be read only once
         object.__setattr__(self, "env", _variables(self.env))
-        if self.num is not None:
-            object.__setattr__(self, "num", check_count("Workers(num=...)", self.num, 1))
         check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
         check_choice("Workers(output=...)", self.output, get_args(OutputMode))
         if self.init is not None and not callable(self.init):
@@ -401,7 +395,6 @@ class PoolConfig:
     whole record is passed to the code that uses the options, including workers.
 
     Attributes:
-        workers: Options of the workers. Its `num` is set to `num_workers`, if given.
         states: Options of saved states; a number is converted to `States`.
         settings: Copy of `jaxvec.config`.
     """
@@ -433,7 +426,8 @@ class PoolConfig:
         object.__setattr__(self, "info", declarations(self.info))
         if self.max_sizes is not None:
             MaxSizes(self.max_sizes)  # raises if it is invalid
-        object.__setattr__(self, "workers", self._merge_workers())
+        if self.num_workers is not None:
+            object.__setattr__(self, "num_workers", check_count("num_workers", self.num_workers, 1))
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
             object.__setattr__(self, "states", States(check_count("states", self.states, 0)))
         check_choice("recv_order", self.recv_order, get_args(RecvOrder))
@@ -541,16 +535,6 @@ class PoolConfig:
                 "reset_options does not go with a batched env, which resets its envs itself; pass options to "
                 "reset, or make the envs one by one"
             )
-
-    def _merge_workers(self) -> Workers:
-        if self.num_workers is None:
-            return self.workers
-        check_count("num_workers", self.num_workers, 1)
-        if self.workers.num not in (None, self.num_workers):
-            raise ValueError(
-                f"num_workers={self.num_workers} and Workers(num={self.workers.num}) differ; pass one of them"
-            )
-        return replace(self.workers, num=self.num_workers)
 
 
 def reject(why: str, values: Mapping[str, Any]) -> None:

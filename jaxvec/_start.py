@@ -163,7 +163,7 @@ def _backend(given: Any) -> Backend:
 
 
 def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> int:
-    num_workers = config.workers.num
+    num_workers = config.num_workers
     if num_workers is None:
         return backend.num_workers(num_instances, config.timeouts.start)
     if num_workers > num_instances:

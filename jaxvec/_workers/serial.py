@@ -41,8 +41,8 @@ class SerialBackend(Backend):
 
     def check(self, config: PoolConfig) -> None:
         workers = config.workers
-        if workers.num not in (None, 1):
-            raise ValueError(f'backend="serial" has one worker, this process, not {workers.num}')
+        if config.num_workers not in (None, 1):
+            raise ValueError(f'backend="serial" has one worker, this process, not {config.num_workers}')
         options = ("env", "init", "preload", "pin", "python", "recycle")
         rejected: dict[str, Any] = {f"Workers({name}=...)": getattr(workers, name) for name in options}
         rejected["Workers(output=...)"] = workers.output != "inherit"

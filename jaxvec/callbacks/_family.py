@@ -11,14 +11,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self, final
 
 import jax
 
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
-from jaxvec._options import PoolConfig, Workers
+from jaxvec._options import check_count
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._results import TimeStep
@@ -50,7 +49,6 @@ class EnvFamily:
         env: Any,
         *,
         num_workers: int | None = None,
-        workers: Workers = Workers(),  # noqa: B008 - it can't be changed
         **kwargs: Any,
     ) -> None:
         """Starts the first pool. The arguments are those of `jaxvec.make`, except for `_FIXED_OPTIONS`.
@@ -62,15 +60,13 @@ class EnvFamily:
         if not isinstance(env, str) and hasattr(env, "__len__"):
             raise TypeError("env must be one env, not a list: vmap determines the number of envs")
 
-        options = PoolConfig(num_workers=num_workers, workers=workers).workers
-
+        most = None if num_workers is None else check_count("num_workers", num_workers, 1)
         # As it is in this thread. Later pools start in a thread of XLA, and need equal dtypes.
         x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
         def start(num_envs: int) -> VectorEnv:
-            num = options.num and min(options.num, num_envs)
             with _enable_x64(x64):
-                return make(env, num_envs, workers=replace(options, num=num), **kwargs)
+                return make(env, num_envs, num_workers=most and min(most, num_envs), **kwargs)
 
         self._start: Callable[[int], VectorEnv] = start
         self.first: VectorEnv = start(1)

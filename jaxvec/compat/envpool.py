@@ -12,7 +12,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Self, TypeAlias, final
 
@@ -29,7 +29,7 @@ from jaxvec._arguments import NO_SEED, check_action, check_env_id, check_ids, ch
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
-from jaxvec._options import AutoresetName, Workers
+from jaxvec._options import AutoresetName
 from jaxvec._results import TimeStep
 from jaxvec._spec import PoolSpec
 from jaxvec._util import install_command
@@ -662,8 +662,7 @@ def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:
         ```
     """
     config, pool_options, task = _split_kwargs(task_id, kwargs)
-    workers = replace(pool_options.get("workers", Workers()), num=1)
-    pool_options |= {"num_workers": 1, "workers": workers, "batch_size": 1}
+    pool_options |= {"num_workers": 1, "batch_size": 1}
     with task.start(1, **pool_options) as envs:
         return _build_spec(config, task, envs, "gymnasium")
 
@@ -679,8 +678,8 @@ def _split_kwargs(task_id: TaskId, kwargs: dict[str, Any]) -> tuple[dict[str, An
     task, pool_options = resolve_task(task_id, others)
     pool_options["autoreset_mode"] = "NEXT_STEP"
     pool_options["batch_size"] = config["batch_size"] or None
-    # `num_workers` and `workers` of `jaxvec.make` take precedence over EnvPool's `num_threads`.
-    if config["num_threads"] and pool_options.get("workers", Workers()).num is None:
+    # `num_workers` of `jaxvec.make` takes precedence over EnvPool's `num_threads`.
+    if config["num_threads"]:
         pool_options.setdefault("num_workers", min(config["num_threads"], config["num_envs"]))
     config["batch_size"] = config["batch_size"] or config["num_envs"]
     return config, pool_options, task

@@ -41,7 +41,7 @@ from jaxvec._errors import (
 )
 from jaxvec._leaves import Leaf, Node, as_is, fold_space, map_leaves
 from jaxvec._memory.segment import Copies, Rows, views
-from jaxvec._options import AutoresetName, PoolConfig, Timeouts, Workers
+from jaxvec._options import AutoresetName, PoolConfig, Timeouts
 from jaxvec._spec import Autoreset, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
 from jaxvec._vector_env import pool_of
@@ -489,8 +489,7 @@ class AsyncVectorEnv(PooledVectorEnv):
                 )
             if max_concurrency < 1:
                 raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
-            if options.get("workers", Workers()).num is None:
-                options.setdefault("num_workers", min(len(env_fns), usable_cores(), int(max_concurrency)))
+            options.setdefault("num_workers", min(len(env_fns), usable_cores(), int(max_concurrency)))
         self.shared_memory = shared_memory
         self.context = context
         self.daemon = daemon

@@ -266,7 +266,7 @@ def test_ppo_trains(library):
         if library == "stable_baselines3"
         else pytest.importorskip("sbx", reason="SBX (sbx-rl) is not installed, beside stable-baselines3")
     )
-    options = {"workers": jaxvec.Workers(num=2, preload=["stable_baselines3"])}
+    options = {"num_workers": 2, "workers": jaxvec.Workers(preload=["stable_baselines3"])}
     envs = make_vec_env("CartPole-v1", 4, seed=0, vec_env_cls=SubprocVecEnv, vec_env_kwargs=options)
     kwargs = {"device": "cpu"} if library == "stable_baselines3" else {}
     model = algorithm.PPO("MlpPolicy", envs, n_steps=32, batch_size=64, n_epochs=1, seed=0, **kwargs)

@@ -230,7 +230,7 @@ def test_a_stopped_fork_server_delays_close_only_once(make, monkeypatch):
             waits.append(seconds)
         return answered
 
-    envs = make(CountingEnv, 3, workers=jaxvec.Workers(num=3, start_method="forkserver"))
+    envs = make(CountingEnv, 3, num_workers=3, workers=jaxvec.Workers(start_method="forkserver"))
     envs.reset()
     stopped = psutil.Process().children(recursive=True)  # the server, too
     monkeypatch.setattr(fork, "wait", record)

@@ -590,7 +590,7 @@ def test_the_limit_of_a_start_counts_for_each_env(make, options):
 
     env = batched if "envs_per_instance" in options else Slow
     # The start of an interpreter would take of the time, too; the server has started after the first pool.
-    forked = {"workers": jaxvec.Workers(num=1, start_method="forkserver")}
+    forked = {"num_workers": 1, "workers": jaxvec.Workers(start_method="forkserver")}
     make(CountingEnv, 1, **forked).close()
     envs = make(env, 1 if "spare_envs" in options else 3, start_timeout=5, **forked, **options)
     envs.reset()

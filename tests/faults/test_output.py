@@ -70,8 +70,8 @@ def log(caplog):
 
 def step(make, action, *, env=3, output="log", **options):
     """Makes a pool of two workers, and steps it; one env gets the action, and the others 0."""
-    workers = jaxvec.Workers(num=2, output=output, **options.pop("process", {}))
-    envs = make(ChattyEnv, ENVS, workers=workers, **options)
+    workers = jaxvec.Workers(output=output, **options.pop("process", {}))
+    envs = make(ChattyEnv, ENVS, num_workers=2, workers=workers, **options)
     envs.reset(seed=0)
     envs.step([action if each == env else 0 for each in range(ENVS)])
     return envs
@@ -88,7 +88,7 @@ def test_print_of_an_env_is_logged_with_worker_and_env(make, log, process):
 
 
 def test_worker_with_one_env_is_named_once(make, log):
-    envs = make(ChattyEnv, 2, workers=jaxvec.Workers(num=2, output="log"))
+    envs = make(ChattyEnv, 2, num_workers=2, workers=jaxvec.Workers(output="log"))
     envs.reset(seed=0)
     envs.step([HELLO, 0])
     assert log(envs, logging.INFO) == ["worker 0 (env 0): hello"]
@@ -160,7 +160,7 @@ def test_log_handler_that_hangs_does_not_stop_an_env(make):
 
 
 def test_error_of_a_dead_worker_cites_its_last_lines(make, log):
-    envs = make(ChattyEnv, 2, workers=jaxvec.Workers(num=2, output="log"))
+    envs = make(ChattyEnv, 2, num_workers=2, workers=jaxvec.Workers(output="log"))
     envs.reset(seed=0)
     with pytest.raises(jaxvec.WorkerDiedError, match=r"action 7\. Its last lines:\n  goodbye$"):
         envs.step([0, KILL])

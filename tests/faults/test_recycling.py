@@ -60,7 +60,7 @@ def way(request):
 
 
 def make(env, recycle, **options):
-    return jaxvec.make(env, NUM_ENVS, workers=jaxvec.Workers(num=2, recycle=recycle), **options)
+    return jaxvec.make(env, NUM_ENVS, num_workers=2, workers=jaxvec.Workers(recycle=recycle), **options)
 
 
 # --- Envs with exact states -----------------------------------------------------------------------------
@@ -172,8 +172,8 @@ def test_recycling_keeps_python_objects_in_gymnasiums_api():
             return self.said, 1.0, len(self.said) > 9, False, {"said": [self.said]}
 
     def play(recycle):
-        workers = jaxvec.Workers(num=2, recycle=recycle)
-        envs = AsyncVectorEnv([Speaking] * NUM_ENVS, workers=workers)
+        workers = jaxvec.Workers(recycle=recycle)
+        envs = AsyncVectorEnv([Speaking] * NUM_ENVS, num_workers=2, workers=workers)
         rows = [envs.reset(seed=0)]
         rows += [envs.step([f"{word}{env}" for env in range(NUM_ENVS)]) for word in range(40)]
         times = recycled(envs.pool)[0]
@@ -287,8 +287,9 @@ def play_late(kinds):
 
     Each field of each row is compared with an env that is stepped here, and that is new after a cut.
     """
-    workers = jaxvec.Workers(num=2, recycle=Recycle(steps=len(kinds) // 2 * 18))
-    with jaxvec.make([functools.partial(Late, kind) for kind in kinds], workers=workers) as envs:
+    workers = jaxvec.Workers(recycle=Recycle(steps=len(kinds) // 2 * 18))
+    envs = [functools.partial(Late, kind) for kind in kinds]
+    with jaxvec.make(envs, num_workers=2, workers=workers) as envs:
         envs.reset(seed=0)
         rows = [envs.step([0] * len(kinds)) for _ in range(START + 19)]
     cuts = {}
@@ -409,8 +410,8 @@ def test_each_env_that_closes_before_a_recycling_has_all_of_the_time(tmp_path):
         while not all(recycled(envs)):
             envs.step([1, 1])
 
-    workers = jaxvec.Workers(num=1, recycle=Recycle(steps=5))
-    with jaxvec.make(Gated, 2, workers=workers) as envs:
+    workers = jaxvec.Workers(recycle=Recycle(steps=5))
+    with jaxvec.make(Gated, 2, num_workers=1, workers=workers) as envs:
         deadlines = probe.supervisor(envs).starting
         envs.reset(seed=0)
         stepping = Background(step_until_recycled)

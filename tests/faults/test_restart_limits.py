@@ -282,8 +282,8 @@ def test_each_restart_is_logged_with_its_cause(make, caplog):
 
 
 def make_fragile(make, start_method):
-    workers = jaxvec.Workers(num=2, start_method=start_method)
-    envs = make(lambda: FragileEnv(kill), 2, workers=workers, on_fault=FREE)
+    workers = jaxvec.Workers(start_method=start_method)
+    envs = make(lambda: FragileEnv(kill), 2, num_workers=2, workers=workers, on_fault=FREE)
     envs.reset()
     return envs
 

@@ -355,11 +355,6 @@ def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch)
         (lambda: jaxvec.Timeouts(step="3"), TypeError, r"Timeouts\(step=...\) must be a number .*'3'"),
         (lambda: jaxvec.Timeouts(step=True), TypeError, r"Timeouts\(step=...\) must be a number .*True"),
         (
-            lambda: jaxvec.Workers(num=True),
-            ValueError,
-            r"Workers\(num=...\) must be an integer of at least 1",
-        ),
-        (
             lambda: jaxvec.Workers(pin=3, start_method="fork"),
             ValueError,
             r"Workers\(start_method=...\) must be",

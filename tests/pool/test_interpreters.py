@@ -58,8 +58,8 @@ print(json.dumps(rows))
 
 def play(name, python, **options):
     """Steps envs in one program; returns the rows of `ORACLE`, as arrays."""
-    workers = jaxvec.Workers(num=2, python=python, **options)
-    with jaxvec.make(name, NUM_ENVS, workers=workers) as envs:
+    workers = jaxvec.Workers(python=python, **options)
+    with jaxvec.make(name, NUM_ENVS, num_workers=2, workers=workers) as envs:
         is_box = isinstance(envs.single_action_space, spaces.Box)
 
         @jax.jit
@@ -174,9 +174,9 @@ def walk(tmp_path, monkeypatch):
 
 
 def test_an_entry_point_of_the_programs_folder(other, walk):
-    workers = jaxvec.Workers(num=1, python=other)
+    workers = jaxvec.Workers(python=other)
     with jaxvec.make(
-        walk, 2, workers=workers, start=5, env_configs=[{}, {"start": 7}], info=["place"]
+        walk, 2, num_workers=1, workers=workers, start=5, env_configs=[{}, {"start": 7}], info=["place"]
     ) as envs:
         assert type(envs.single_observation_space) is spaces.Box
         assert envs.single_action_space == spaces.Dict(
@@ -198,14 +198,14 @@ def test_an_entry_point_of_the_programs_folder(other, walk):
 def test_a_spec_and_a_function(other):
     spec = gymnasium.spec("CartPole-v1")
     for env in (spec, CountingEnv, lambda: CountingEnv(3)):
-        with jaxvec.make(env, 2, workers=jaxvec.Workers(num=1, python=other)) as envs:
+        with jaxvec.make(env, 2, num_workers=1, workers=jaxvec.Workers(python=other)) as envs:
             assert envs.reset(seed=0).obs.shape == (2, 4)
     with jaxvec.make(spec, 1, workers=jaxvec.Workers(python=other)) as envs:
         assert envs.map(lambda env: env.unwrapped.spec.id) == ("CartPole-v1",)
 
 
 def test_states_are_exact(other):
-    with jaxvec.make("Pendulum-v1", 2, workers=jaxvec.Workers(num=1, python=other), states=4) as envs:
+    with jaxvec.make("Pendulum-v1", 2, num_workers=1, workers=jaxvec.Workers(python=other), states=4) as envs:
         envs.reset(seed=0)
         state = envs.save()
         action = np.ones((2, 1), np.float32)
@@ -240,7 +240,7 @@ def test_an_interpreter_that_cannot_run_workers_is_named(of_links, tmp_path):
 
 
 def test_an_env_that_the_interpreter_lacks(other):
-    make = functools.partial(jaxvec.make, num_envs=2, workers=jaxvec.Workers(num=1, python=other))
+    make = functools.partial(jaxvec.make, num_envs=2, num_workers=1, workers=jaxvec.Workers(python=other))
     with pytest.raises(jaxvec.EnvError, match=r"no env 'Nothing-v0' in the interpreter .*python.*package:id"):
         make("Nothing-v0")
     with pytest.raises(

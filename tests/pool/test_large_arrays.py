@@ -56,8 +56,8 @@ def own_memory(envs):
 @pytest.mark.parametrize("writeable", [True, False])
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_workers_share_an_array(make, start_method, writeable):
-    mine, workers = table(writeable=writeable), jaxvec.Workers(num=3, start_method=start_method)
-    envs = make(lambda: Looking(mine), 6, workers=workers)
+    mine, workers = table(writeable=writeable), jaxvec.Workers(start_method=start_method)
+    envs = make(lambda: Looking(mine), 6, num_workers=3, workers=workers)
     envs.reset()
     np.testing.assert_array_equal(envs.step([1, 2, 3, 4, 5, 6]).obs[:, 0], mine[1:7])
     # Read all of it, in each worker.
@@ -88,8 +88,8 @@ class InAnObject(Looking):
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("way", ["argument", "config", "list", "object"])
 def test_envs_share_an_argument_until_they_write_to_it(make, start_method, way):
-    mine, workers = table(), jaxvec.Workers(num=2, start_method=start_method)
-    options = {"workers": workers, "on_fault": "restart"}
+    mine, workers = table(), jaxvec.Workers(start_method=start_method)
+    options = {"num_workers": 2, "workers": workers, "on_fault": "restart"}
     if way == "argument":
         envs = make(Looking, 6, table=mine, **options)
     elif way == "config":
@@ -156,7 +156,7 @@ def map_at_most_two():
 
 def test_a_worker_that_may_map_no_more_copies(make):
     mine = np.arange(1 << 17, dtype=np.float64)
-    envs = make(Looking, 5, table=mine, workers=jaxvec.Workers(num=1, init=map_at_most_two))
+    envs = make(Looking, 5, table=mine, num_workers=1, workers=jaxvec.Workers(init=map_at_most_two))
     envs.reset()
     for actions, expected in (([0] * 5, [0] * 5), ([5] * 5, [-1] * 5), ([6] * 5, [6] * 5)):
         assert envs.step(actions).obs[:, 0].tolist() == expected
@@ -275,8 +275,9 @@ def test_states_are_exact_where_results_show_a_shared_array(make):
 def test_a_mapped_file_of_the_program_is_shared_by_workers_and_states(make, tmp_path, start_method):
     np.save(tmp_path / "table.npy", table())
     mine = np.load(tmp_path / "table.npy", mmap_mode="r")
-    workers = jaxvec.Workers(num=2, start_method=start_method)
-    envs = make(lambda table: Looking((table, mine)[1]), 4, table=mine[:9], workers=workers, states=4)
+    workers = jaxvec.Workers(start_method=start_method)
+    options = {"num_workers": 2, "workers": workers, "states": 4}
+    envs = make(lambda table: Looking((table, mine)[1]), 4, table=mine[:9], **options)
     envs.reset()
     saved = envs.save()
     assert envs.step([1, 2, 3, 4]).obs[:, 0].tolist() == [1, 2, 3, 4]

@@ -97,7 +97,7 @@ def refuse():
 os.fork = refuse
 """)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = {"workers": jaxvec.Workers(num=2, preload=["no_forks"]), "on_fault": FREE}
+    options = {"num_workers": 2, "workers": jaxvec.Workers(preload=["no_forks"]), "on_fault": FREE}
     others = _fork.server_pids()
     make(AskedEnv, 2, **options).close()
     (server,) = _fork.server_pids() - others

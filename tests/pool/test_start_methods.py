@@ -50,8 +50,8 @@ class AskedEnv(CountingEnv):
 
 def ask(make, expression, method="forkserver", num_envs=1, **options):
     """Returns what the envs of a new pool answer, whose workers have these `options`."""
-    workers = jaxvec.Workers(num=num_envs, start_method=method, **options)
-    envs = make(AskedEnv, num_envs, workers=workers)
+    workers = jaxvec.Workers(start_method=method, **options)
+    envs = make(AskedEnv, num_envs, num_workers=num_envs, workers=workers)
     return list(envs.call("ask", expression))
 
 
@@ -295,8 +295,8 @@ def test_a_program_without_standard_descriptors_can_make_a_pool(method, closed):
             os.close(fd)
         import numpy as np, jaxvec
         from jaxvec.testing import CountingEnv
-        workers = jaxvec.Workers(num=2, start_method=sys.argv[2])
-        with jaxvec.make(CountingEnv, 2, workers=workers) as envs:
+        workers = jaxvec.Workers(start_method=sys.argv[2])
+        with jaxvec.make(CountingEnv, 2, num_workers=2, workers=workers) as envs:
             envs.reset(seed=0)
             os.write(report, str(envs.step(np.full(2, 5)).obs[:, 3].tolist()).encode())
     """
