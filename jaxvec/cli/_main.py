@@ -10,43 +10,31 @@ import argparse
 import faulthandler
 import importlib
 import importlib.metadata
-import inspect
 import json
-import operator
 import os
 import pickle
 import platform
-import re
 import sys
-import warnings
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast, get_args
-
-import gymnasium
-import jax
-from gymnasium.utils.env_checker import check_env as gymnasium_check_env
+from typing import Any, get_args
 
 import jaxvec
-from jaxvec import _native, _util, testing
+from jaxvec import _native
 from jaxvec._backends.ray import cluster
-from jaxvec._envs import constructors
-from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
+from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._memory import pinned, segment
-from jaxvec._memory.segment import split_evenly
 from jaxvec._native import NativeUnavailableError, native_dispatch
 from jaxvec._settings import Transport
 from jaxvec._util import INTERRUPTED, affinity, can_bind, usable_cores
-from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, fork, lifeline, process, stacks
 from jaxvec.adapters import recording
-from jaxvec.callbacks import _ffi, _make
-from jaxvec.cli import UsageError, _bench, _in_workers, _top
-from jaxvec.spaces import pad
+from jaxvec.callbacks import _ffi
+from jaxvec.cli import UsageError, _bench, _check, _top
+from jaxvec.cli._target import add_target_arguments, find_target, lacks_package
 
 FINE, FAILED, USAGE = 0, 1, 2
 
@@ -56,12 +44,6 @@ exit codes:
   1    an env or a check failed
   2    usage error: unknown env, bad argument, or missing package
   130  Ctrl-C"""
-
-
-def lacks_package(error: EnvError) -> bool:
-    """Returns whether the constructor of an env failed because a package is not installed."""
-    missing = (ImportError, gymnasium.error.DependencyNotInstalled)
-    return error.operation == "constructor" and isinstance(error.__cause__, missing)
 
 
 @dataclass(frozen=True)
@@ -82,138 +64,6 @@ class Command:
     details: str
     run: Callable[[Namespace], Outcome]
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
-
-
-# --- The argument ENV ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Target:
-    """The env of the command line: its name there, its id or callable, and the constructor's arguments."""
-
-    name: str
-    env: str | Callable[..., Any]
-    kwargs: dict[str, Any]
-    has_mask: bool = False
-    mask_key: str | None = None  # `None` for the usual one
-
-    def env_fn(self) -> Callable[[], Any]:
-        env_fn = constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
-        return partial(_in_workers.build, env_fn, self.mask_key) if self.has_mask else env_fn
-
-    def make(self, **settings: Any) -> VectorEnv:
-        if self.has_mask:
-            return jaxvec.make(self.env_fn(), **settings)
-        return jaxvec.make(self.env, **settings, **self.kwargs)
-
-    def record(self, command: str, **found: Any) -> dict[str, Any]:
-        return {"schema": f"jaxvec.{command}/1", "env": self.name, "kwargs": self.kwargs, **found}
-
-    def line(self, settings: dict[str, Any]) -> str:
-        """Returns the Python code that makes a pool with these settings."""
-        given = ", ".join(
-            f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
-            for name, value in {**settings, **self.kwargs}.items()
-        )
-        if isinstance(self.env, str):
-            return f"envs = jaxvec.make({json.dumps(self.env)}, {given})"
-        module, _, name = self.name.rpartition(":")
-        return f"import {module}; envs = jaxvec.make({module}.{name}, {given})"
-
-
-def _add_target_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "env",
-        metavar="ENV",
-        help='a Gymnasium id ("CartPole-v1", "ALE/Pong-v5", "module:Env-v0"), or "package.module:callable"',
-    )
-    text = "JSON object of keyword arguments for the env's constructor"
-    parser.add_argument("--kwargs", metavar="JSON", default="{}", help=text)
-    text = "key of the mask of legal actions in the info or the observation; default action_mask"
-    parser.add_argument("--mask-info", metavar="KEY", help=text)
-
-
-def _find_target(options: Namespace) -> Target:
-    """Returns the env of the arguments, or raises `UsageError` if it does not exist or does not fit them."""
-    target, key = _resolve(options), options.mask_info
-    found: Any = ()
-    with suppress(Exception), closing(target.env_fn()()) as env:  # an env that fails is examined later
-        found = env.action_space, *env.reset(seed=0)
-    mask = _in_workers.find_mask(found[0], key, *found[1:]) if found else None
-    if key is not None and found and mask is None:
-        keys = [name for part in found[1:] if isinstance(part, dict) for name in part]
-        raise UsageError(f"--mask-info: reset returned no mask of {found[0]} at {key!r}, only {keys}")
-    return replace(target, has_mask=mask is not None, mask_key=key)
-
-
-def _resolve(options: Namespace) -> Target:
-    name, kwargs = options.env, _kwargs(options.kwargs)
-    module, _, rest = name.rpartition(":")
-    if module:
-        imported = _import(name, module)
-        if not re.search(r"-v\d+$", rest):
-            return _checked(Target(name, _callable(name, imported, rest), kwargs))
-    elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
-        _import(name, package, _util.install_command(constructors.EXTRAS.get(package, package)))
-        return _checked(Target(name, f"{package}:{name}", kwargs))
-    return _checked(Target(name, name, kwargs))
-
-
-def _kwargs(text: str) -> dict[str, Any]:
-    try:
-        kwargs = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--kwargs is not valid JSON ({error}); write '{{\"name\": value}}'") from error
-    if not isinstance(kwargs, dict):
-        raise UsageError(f"--kwargs must be a JSON object such as '{{\"name\": value}}', not {text}")
-    kwargs = cast(dict[str, Any], kwargs)
-    if clash := sorted(kwargs.keys() & inspect.signature(_make.make).parameters.keys()):
-        raise UsageError(
-            f"--kwargs: jaxvec.make also has an argument {clash[0]!r}; wrap the env in a callable"
-        )
-    return kwargs
-
-
-def _import(name: str, module: str, advice: str = "is it installed?") -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: there is no module named {error.name!r}; {advice}") from error
-    except Exception as error:
-        raise UsageError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
-
-
-def _callable(name: str, module: Any, rest: str) -> Any:
-    try:
-        found = operator.attrgetter(rest)(module)
-    except AttributeError as error:
-        raise UsageError(
-            f"{name}: module {module.__name__!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
-        ) from error
-    if not callable(found):
-        raise UsageError(f"{name} must be a callable that returns an env, not of type {type(found).__name__}")
-    return found
-
-
-def _checked(target: Target) -> Target:
-    """Returns `target`, or raises `UsageError` if its id or the names of its arguments are wrong."""
-    try:
-        target.env_fn()
-    except gymnasium.error.Error as error:
-        raise UsageError(
-            f"{target.name}: {error} On the command line, write MODULE:CLASS, or MODULE:ID if importing the "
-            "module registers it"
-        ) from error
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{target.name}: {error}") from error
-    if not isinstance(target.env, str):
-        try:
-            inspect.signature(target.env).bind_partial(**target.kwargs)
-        except TypeError as error:
-            raise UsageError(f"{target.name}: --kwargs: {error}") from error
-        except ValueError:
-            pass  # a builtin without a signature; a wrong argument is an error of the constructor
-    return target
 
 
 # --- doctor ----------------------------------------------------------------------------------------------
@@ -275,7 +125,7 @@ def _run_bench(options: Namespace) -> Outcome:
     num_envs, num_workers = options.num_envs, options.num_workers
     if num_envs and num_workers and min(num_workers) > max(num_envs):
         raise UsageError("--num-workers: every pool would have more workers than envs")
-    target = _find_target(options)
+    target = find_target(options)
     found = _bench.measure(
         target.make,
         num_envs=num_envs,
@@ -310,7 +160,7 @@ def _seconds(text: str) -> float:
 
 
 def _add_bench_arguments(parser: ArgumentParser) -> None:
-    _add_target_arguments(parser)
+    add_target_arguments(parser)
     numbers: dict[str, Any] = {"type": _numbers, "metavar": "N,N,…"}
     parser.add_argument("--num-envs", **numbers, help="pool sizes; default 16,64,256, fewer for slow envs")
     parser.add_argument("--num-workers", **numbers, help="worker counts; default up to the usable cores")
@@ -343,38 +193,11 @@ examples:
 
 # --- check -----------------------------------------------------------------------------------------------
 
-OK, FAIL, WARN, NOT_RUN = "ok", "FAIL", "warn", "not run"
-
-_BUILDS, _SPACES, _DATA, _REPRODUCIBLE = _STAGES = (
-    "the constructor returns a gymnasium.Env",
-    "its spaces have fixed shapes, and dtypes that JAX supports",
-    "reset and step return data that match the spaces",
-    "equal seeds and actions give equal data",
-)
-_WORKER = "it runs in a worker process"
-_ISOLATED = "two envs of one process give the same data as each alone"
-_NO_JAX = "workers with it do not import JAX"
-_SAVED = "its states can be saved, also late in an episode"
-_GYMNASIUM = "Gymnasium's check_env"
-
-_UNWRAPPED = "different from the unwrapped version"  # part of a warning about any wrapper
-_REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
-
-
-@dataclass(frozen=True)
-class Check:
-    """Result of one check: the requirement, its status, the reason if it is not met, number of warnings."""
-
-    name: str
-    status: str
-    reason: str = ""
-    warnings: int = 0
-
 
 def _run_check(options: Namespace) -> Outcome:
-    target = _find_target(options)
-    checks = list(_checks(target))
-    failed = sum(check.status == FAIL for check in checks)
+    target = find_target(options)
+    checks = list(_check.checks(target))
+    failed = sum(check.status == _check.FAIL for check in checks)
     indent = "\n         "
     lines = [f"{c.status:8} {indent.join([c.name, *c.reason.splitlines()])}" for c in checks]
     verdict = f"{failed} of {len(checks)} checks failed" if failed else "ok"
@@ -383,157 +206,6 @@ def _run_check(options: Namespace) -> Outcome:
     lines.append(f"\n{target.name}: {verdict}")
     record = target.record("check", ok=not failed, checks=[asdict(check) for check in checks])
     return Outcome(record, "\n".join(lines), FAILED if failed else FINE)
-
-
-def _checks(target: Target) -> Iterator[Check]:
-    stages = _check_stages(target)
-    yield from stages
-    # An env that fails one of the first three stages would also fail in a worker, for the known reason.
-    sound = all(check.status == OK for check in stages[:3])
-    yield from _check_workers(target) if sound else [Check(name, NOT_RUN) for name in (_WORKER, _ISOLATED)]
-    yield from _check_options(target) if sound else [Check(name, NOT_RUN) for name in (_NO_JAX, _SAVED)]
-    built = stages[0].status == OK
-    yield _check_with_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
-
-
-def _check_stages(target: Target) -> list[Check]:
-    """Runs `jaxvec.testing.check_env`, which stops at the first violation. Returns a `Check` per stage."""
-    try:
-        testing.check_env(target.env_fn())
-        return [Check(name, OK) for name in _STAGES]
-    except UnsupportedSpaceError as error:
-        stage, reason = _SPACES, str(error)
-    except EnvError as error:
-        if lacks_package(error):
-            raise  # a usage error, not a violation
-        stage, reason = _BUILDS if error.operation == "constructor" else _DATA, str(error)
-    except AssertionError as error:
-        stage, reason = _REPRODUCIBLE, str(error)
-    failed = _STAGES.index(stage)
-    checks = [Check(name, OK) for name in _STAGES[:failed]] + [Check(stage, FAIL, reason)]
-    return checks + [Check(name, NOT_RUN) for name in _STAGES[failed + 1 :]]
-
-
-Trace: TypeAlias = list[dict[str, Any]]  # the leaves of each time step, by name
-
-_WORKER_STEPS = 50
-
-
-def _step_in_workers(target: Target, num_workers: int) -> Trace:
-    """Steps two envs, in one process or in one each."""
-    with target.make(num_envs=2, num_workers=num_workers) as envs:
-        space = envs.single_action_space
-        space.seed(0)
-        steps = (envs.step(pad(space, [space.sample(), space.sample()])) for _ in range(_WORKER_STEPS))
-        timesteps = [envs.reset(seed=0), *steps]
-    leaves = map(jax.tree_util.tree_leaves_with_path, timesteps)
-    return [{jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in each} for each in leaves]
-
-
-def _check_workers(target: Target) -> tuple[Check, Check]:
-    """Checks that workers can have the env, one and two of them."""
-    together: Trace = []
-    try:
-        together += _step_in_workers(target, 1)
-    except Exception as error:
-        failed = Check(_WORKER, FAIL, str(error) if isinstance(error, JaxvecError) else repr(error))
-        if isinstance(error, EnvError) and error.operation == "constructor":  # may be that of the second env
-            alone = _check(_WORKER, lambda: _step_in_workers(target, 2))
-            if alone.status == OK:
-                return alone, replace(failed, name=_ISOLATED)
-        return failed, Check(_ISOLATED, NOT_RUN)
-    return Check(_WORKER, OK), _check_isolation(target, together)
-
-
-def _check_options(target: Target) -> list[Check]:
-    """Checks what some pools need: little memory per worker, and states that can be saved."""
-    checks = [Check(_NO_JAX, OK), Check(_SAVED, OK)]
-    try:
-        with target.make(num_envs=1, num_workers=1, states=1) as envs:
-            space = envs.single_action_space
-            space.seed(0)
-            envs.reset(seed=0)
-            for _ in range(_WORKER_STEPS):
-                envs.step(pad(space, [space.sample()]))
-            if any(envs.map(_in_workers.imports_jax)):
-                checks[0] = Check(_NO_JAX, WARN, _IMPORTS_JAX, 1)
-            envs.reset()
-            for _ in range(_WORKER_STEPS):
-                envs.save()  # in each step, as the env may create objects late
-                envs.step(pad(space, [space.sample()]))
-    except JaxvecError as error:
-        checks[1] = Check(_SAVED, WARN, f"{error}\nThe env works without states.", 1)
-    return checks
-
-
-_IMPORTS_JAX = (
-    "Each worker imports JAX, which takes memory and threads. Use NumPy in the env and in the variables of "
-    "its modules; np.asarray converts arrays."
-)
-
-
-def _check_isolation(target: Target, together: Trace) -> Check:
-    """Compares two envs that one process stepped in turns with the same envs in a process each."""
-    try:
-        alone = _step_in_workers(target, 2)
-        found = _difference(alone, together)
-        if found and _difference(alone, _step_in_workers(target, 2)):
-            return Check(_ISOLATED, NOT_RUN)  # not reproducible in any case, as another check has found
-    except JaxvecError as error:
-        return Check(_ISOLATED, FAIL, str(error))
-    if found is None:
-        return Check(_ISOLATED, OK)
-    name, env_id, call, one, other = found
-    reason = (
-        f"{name}: env {env_id} returned {other} at {call} in one process with env {1 - env_id}, but {one} "
-        "alone.\nThey share state, such as a global variable, a class attribute or a simulator that exists "
-        "once per process. Move it into the env, or give each env its own process: "
-        "jaxvec.make(..., num_workers=num_envs)"
-    )
-    return Check(_ISOLATED, FAIL, reason)
-
-
-def _difference(first: Trace, second: Trace) -> tuple[str, int, str, Any, Any] | None:
-    """Returns name, env, call and both values of the first difference."""
-    for number, (one, other) in enumerate(zip(first, second, strict=True)):
-        for name, rows in one.items():
-            for env_id, (row, another) in enumerate(zip(rows, other[name], strict=True)):
-                if row.tobytes() != another.tobytes():
-                    return name, env_id, f"step {number}" if number else "reset", row, another
-    return None
-
-
-def _check_with_gymnasium(target: Target) -> Check:
-    """Runs Gymnasium's `check_env` on the env without its wrappers, and includes the warnings."""
-
-    def check() -> None:
-        with closing(target.env_fn()()) as env:
-            inner = env.unwrapped
-            masked = _in_workers.LegalActions(inner, target.mask_key) if target.has_mask else inner
-            gymnasium_check_env(masked, skip_render_check=True)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = _check(_GYMNASIUM, check)
-    # Without the terminal colours and the mark that Gymnasium adds.
-    texts = [re.sub(r"\x1b\[[\d;]*m", "", str(warning.message)).removeprefix("WARN: ") for warning in caught]
-    reuses = _REUSE in found.reason
-    if reuses:  # harmless: a worker copies each observation before the env's next call
-        texts.append(f"{found.reason} jaxvec copies observations, so its pools work with this env.")
-    texts = list(dict.fromkeys(text for text in texts if not (target.has_mask and _UNWRAPPED in text)))
-    if found.status == FAIL and not reuses:
-        return Check(_GYMNASIUM, FAIL, "\n".join([found.reason, *texts]), len(texts))
-    return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))
-
-
-def _check(name: str, function: Callable[[], Any]) -> Check:
-    try:
-        function()
-    except JaxvecError as error:
-        return Check(name, FAIL, str(error))
-    except Exception as error:
-        return Check(name, FAIL, f"{type(error).__name__}: {error}")
-    return Check(name, OK)
 
 
 _CHECK = Command(
@@ -553,7 +225,7 @@ examples:
   jaxvec check CartPole-v1
   jaxvec check my_package.envs:make_env --kwargs '{"size": 5}'
   jaxvec check Pendulum-v1 --json""",
-    add_arguments=_add_target_arguments,
+    add_arguments=add_target_arguments,
     run=_run_check,
 )
 

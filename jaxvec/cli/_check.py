@@ -1,0 +1,193 @@
+"""The checks of the command `check`: the requirements of jaxvec, and those of Gymnasium."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+from gymnasium.utils.env_checker import check_env as gymnasium_check_env
+
+from jaxvec import testing
+from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
+from jaxvec.cli import _in_workers
+from jaxvec.cli._target import Target, lacks_package
+from jaxvec.spaces import pad
+
+OK, FAIL, WARN, NOT_RUN = "ok", "FAIL", "warn", "not run"
+
+_BUILDS, _SPACES, _DATA, _REPRODUCIBLE = _STAGES = (
+    "the constructor returns a gymnasium.Env",
+    "its spaces have fixed shapes, and dtypes that JAX supports",
+    "reset and step return data that match the spaces",
+    "equal seeds and actions give equal data",
+)
+_WORKER = "it runs in a worker process"
+_ISOLATED = "two envs of one process give the same data as each alone"
+_NO_JAX = "workers with it do not import JAX"
+_SAVED = "its states can be saved, also late in an episode"
+_GYMNASIUM = "Gymnasium's check_env"
+
+_UNWRAPPED = "different from the unwrapped version"  # part of a warning about any wrapper
+_REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
+_IMPORTS_JAX = (
+    "Each worker imports JAX, which takes memory and threads. Use NumPy in the env and in the variables of "
+    "its modules; np.asarray converts arrays."
+)
+_WORKER_STEPS = 50
+
+Timesteps: TypeAlias = list[dict[str, Any]]  # the leaves of each time step, by name
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check: the requirement, its status, the reason if it is not met, number of warnings."""
+
+    name: str
+    status: str
+    reason: str = ""
+    warnings: int = 0
+
+
+def checks(target: Target) -> Iterator[Check]:
+    stages = _check_stages(target)
+    yield from stages
+    # An env that fails one of the first three stages would also fail in a worker, for the known reason.
+    sound = all(check.status == OK for check in stages[:3])
+    yield from _check_workers(target) if sound else [Check(name, NOT_RUN) for name in (_WORKER, _ISOLATED)]
+    yield from _check_options(target) if sound else [Check(name, NOT_RUN) for name in (_NO_JAX, _SAVED)]
+    built = stages[0].status == OK
+    yield _check_with_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
+
+
+def _check_stages(target: Target) -> list[Check]:
+    """Runs `jaxvec.testing.check_env`, which stops at the first violation. Returns a `Check` per stage."""
+    try:
+        testing.check_env(target.env_fn())
+        return [Check(name, OK) for name in _STAGES]
+    except UnsupportedSpaceError as error:
+        stage, reason = _SPACES, str(error)
+    except EnvError as error:
+        if lacks_package(error):
+            raise  # a usage error, not a violation
+        stage, reason = _BUILDS if error.operation == "constructor" else _DATA, str(error)
+    except AssertionError as error:
+        stage, reason = _REPRODUCIBLE, str(error)
+    failed = _STAGES.index(stage)
+    checks = [Check(name, OK) for name in _STAGES[:failed]] + [Check(stage, FAIL, reason)]
+    return checks + [Check(name, NOT_RUN) for name in _STAGES[failed + 1 :]]
+
+
+def _step_in_workers(target: Target, num_workers: int) -> Timesteps:
+    """Steps two envs, in one process or in one each."""
+    with target.make(num_envs=2, num_workers=num_workers) as envs:
+        space = envs.single_action_space
+        space.seed(0)
+        steps = (envs.step(pad(space, [space.sample(), space.sample()])) for _ in range(_WORKER_STEPS))
+        timesteps = [envs.reset(seed=0), *steps]
+    leaves = map(jax.tree_util.tree_leaves_with_path, timesteps)
+    return [{jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in each} for each in leaves]
+
+
+def _check_workers(target: Target) -> tuple[Check, Check]:
+    """Checks that workers can have the env, one and two of them."""
+    together: Timesteps = []
+    try:
+        together += _step_in_workers(target, 1)
+    except Exception as error:
+        failed = Check(_WORKER, FAIL, str(error) if isinstance(error, JaxvecError) else repr(error))
+        if isinstance(error, EnvError) and error.operation == "constructor":  # may be that of the second env
+            alone = _check(_WORKER, lambda: _step_in_workers(target, 2))
+            if alone.status == OK:
+                return alone, replace(failed, name=_ISOLATED)
+        return failed, Check(_ISOLATED, NOT_RUN)
+    return Check(_WORKER, OK), _check_isolation(target, together)
+
+
+def _check_options(target: Target) -> list[Check]:
+    """Checks what some pools need: little memory per worker, and states that can be saved."""
+    checks = [Check(_NO_JAX, OK), Check(_SAVED, OK)]
+    try:
+        with target.make(num_envs=1, num_workers=1, states=1) as envs:
+            space = envs.single_action_space
+            space.seed(0)
+            envs.reset(seed=0)
+            for _ in range(_WORKER_STEPS):
+                envs.step(pad(space, [space.sample()]))
+            if any(envs.map(_in_workers.imports_jax)):
+                checks[0] = Check(_NO_JAX, WARN, _IMPORTS_JAX, 1)
+            envs.reset()
+            for _ in range(_WORKER_STEPS):
+                envs.save()  # in each step, as the env may create objects late
+                envs.step(pad(space, [space.sample()]))
+    except JaxvecError as error:
+        checks[1] = Check(_SAVED, WARN, f"{error}\nThe env works without states.", 1)
+    return checks
+
+
+def _check_isolation(target: Target, together: Timesteps) -> Check:
+    """Compares two envs that one process stepped in turns with the same envs in a process each."""
+    try:
+        alone = _step_in_workers(target, 2)
+        found = _difference(alone, together)
+        if found and _difference(alone, _step_in_workers(target, 2)):
+            return Check(_ISOLATED, NOT_RUN)  # not reproducible in any case, as another check has found
+    except JaxvecError as error:
+        return Check(_ISOLATED, FAIL, str(error))
+    if found is None:
+        return Check(_ISOLATED, OK)
+    name, env_id, call, one, other = found
+    reason = (
+        f"{name}: env {env_id} returned {other} at {call} in one process with env {1 - env_id}, but {one} "
+        "alone.\nThey share state, such as a global variable, a class attribute or a simulator that exists "
+        "once per process. Move it into the env, or give each env its own process: "
+        "jaxvec.make(..., num_workers=num_envs)"
+    )
+    return Check(_ISOLATED, FAIL, reason)
+
+
+def _difference(first: Timesteps, second: Timesteps) -> tuple[str, int, str, Any, Any] | None:
+    """Returns name, env, call and both values of the first difference."""
+    for number, (one, other) in enumerate(zip(first, second, strict=True)):
+        for name, rows in one.items():
+            for env_id, (row, another) in enumerate(zip(rows, other[name], strict=True)):
+                if row.tobytes() != another.tobytes():
+                    return name, env_id, f"step {number}" if number else "reset", row, another
+    return None
+
+
+def _check_with_gymnasium(target: Target) -> Check:
+    """Runs Gymnasium's `check_env` on the env without its wrappers, and includes the warnings."""
+
+    def check() -> None:
+        with closing(target.env_fn()()) as env:
+            inner = env.unwrapped
+            masked = _in_workers.LegalActions(inner, target.mask_key) if target.has_mask else inner
+            gymnasium_check_env(masked, skip_render_check=True)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = _check(_GYMNASIUM, check)
+    # Without the terminal colours and the mark that Gymnasium adds.
+    texts = [re.sub(r"\x1b\[[\d;]*m", "", str(warning.message)).removeprefix("WARN: ") for warning in caught]
+    reuses = _REUSE in found.reason
+    if reuses:  # harmless: a worker copies each observation before the env's next call
+        texts.append(f"{found.reason} jaxvec copies observations, so its pools work with this env.")
+    texts = list(dict.fromkeys(text for text in texts if not (target.has_mask and _UNWRAPPED in text)))
+    if found.status == FAIL and not reuses:
+        return Check(_GYMNASIUM, FAIL, "\n".join([found.reason, *texts]), len(texts))
+    return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))
+
+
+def _check(name: str, function: Callable[[], Any]) -> Check:
+    try:
+        function()
+    except JaxvecError as error:
+        return Check(name, FAIL, str(error))
+    except Exception as error:
+        return Check(name, FAIL, f"{type(error).__name__}: {error}")
+    return Check(name, OK)

@@ -1,0 +1,161 @@
+"""The argument ENV of the commands: an id or a callable, with keyword arguments, becomes a `Target`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import operator
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import gymnasium
+
+import jaxvec
+from jaxvec import _util
+from jaxvec._envs import constructors
+from jaxvec._errors import EnvError
+from jaxvec._memory.segment import split_evenly
+from jaxvec._vector_env import VectorEnv
+from jaxvec.callbacks import _make
+from jaxvec.cli import UsageError, _in_workers
+
+
+@dataclass(frozen=True)
+class Target:
+    """The env of the command line: its name there, its id or callable, and the constructor's arguments."""
+
+    name: str
+    env: str | Callable[..., Any]
+    kwargs: dict[str, Any]
+    has_mask: bool = False
+    mask_key: str | None = None  # `None` for the usual one
+
+    def env_fn(self) -> Callable[[], Any]:
+        env_fn = constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
+        return partial(_in_workers.build, env_fn, self.mask_key) if self.has_mask else env_fn
+
+    def make(self, **settings: Any) -> VectorEnv:
+        if self.has_mask:
+            return jaxvec.make(self.env_fn(), **settings)
+        return jaxvec.make(self.env, **settings, **self.kwargs)
+
+    def record(self, command: str, **found: Any) -> dict[str, Any]:
+        return {"schema": f"jaxvec.{command}/1", "env": self.name, "kwargs": self.kwargs, **found}
+
+    def line(self, settings: dict[str, Any]) -> str:
+        """Returns the Python code that makes a pool with these settings."""
+        given = ", ".join(
+            f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
+            for name, value in {**settings, **self.kwargs}.items()
+        )
+        if isinstance(self.env, str):
+            return f"envs = jaxvec.make({json.dumps(self.env)}, {given})"
+        module, _, name = self.name.rpartition(":")
+        return f"import {module}; envs = jaxvec.make({module}.{name}, {given})"
+
+
+def add_target_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "env",
+        metavar="ENV",
+        help='a Gymnasium id ("CartPole-v1", "ALE/Pong-v5", "module:Env-v0"), or "package.module:callable"',
+    )
+    text = "JSON object of keyword arguments for the env's constructor"
+    parser.add_argument("--kwargs", metavar="JSON", default="{}", help=text)
+    text = "key of the mask of legal actions in the info or the observation; default action_mask"
+    parser.add_argument("--mask-info", metavar="KEY", help=text)
+
+
+def find_target(options: Namespace) -> Target:
+    """Returns the env of the arguments, or raises `UsageError` if it does not exist or does not fit them."""
+    target, key = _resolve(options), options.mask_info
+    found: Any = ()
+    with suppress(Exception), closing(target.env_fn()()) as env:  # an env that fails is examined later
+        found = env.action_space, *env.reset(seed=0)
+    mask = _in_workers.find_mask(found[0], key, *found[1:]) if found else None
+    if key is not None and found and mask is None:
+        keys = [name for part in found[1:] if isinstance(part, dict) for name in part]
+        raise UsageError(f"--mask-info: reset returned no mask of {found[0]} at {key!r}, only {keys}")
+    return replace(target, has_mask=mask is not None, mask_key=key)
+
+
+def _resolve(options: Namespace) -> Target:
+    name, kwargs = options.env, _parse_kwargs(options.kwargs)
+    module, _, rest = name.rpartition(":")
+    if module:
+        imported = _import(name, module)
+        if not re.search(r"-v\d+$", rest):
+            return _checked(Target(name, _callable(name, imported, rest), kwargs))
+    elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
+        _import(name, package, _util.install_command(constructors.EXTRAS.get(package, package)))
+        return _checked(Target(name, f"{package}:{name}", kwargs))
+    return _checked(Target(name, name, kwargs))
+
+
+def _parse_kwargs(text: str) -> dict[str, Any]:
+    try:
+        kwargs = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--kwargs is not valid JSON ({error}); write '{{\"name\": value}}'") from error
+    if not isinstance(kwargs, dict):
+        raise UsageError(f"--kwargs must be a JSON object such as '{{\"name\": value}}', not {text}")
+    kwargs = cast(dict[str, Any], kwargs)
+    if clash := sorted(kwargs.keys() & inspect.signature(_make.make).parameters.keys()):
+        raise UsageError(
+            f"--kwargs: jaxvec.make also has an argument {clash[0]!r}; wrap the env in a callable"
+        )
+    return kwargs
+
+
+def _import(name: str, module: str, advice: str = "is it installed?") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{name}: there is no module named {error.name!r}; {advice}") from error
+    except Exception as error:
+        raise UsageError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
+
+
+def _callable(name: str, module: Any, rest: str) -> Any:
+    try:
+        found = operator.attrgetter(rest)(module)
+    except AttributeError as error:
+        raise UsageError(
+            f"{name}: module {module.__name__!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
+        ) from error
+    if not callable(found):
+        raise UsageError(f"{name} must be a callable that returns an env, not of type {type(found).__name__}")
+    return found
+
+
+def _checked(target: Target) -> Target:
+    """Returns `target`, or raises `UsageError` if its id or the names of its arguments are wrong."""
+    try:
+        target.env_fn()
+    except gymnasium.error.Error as error:
+        raise UsageError(
+            f"{target.name}: {error} On the command line, write MODULE:CLASS, or MODULE:ID if importing the "
+            "module registers it"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{target.name}: {error}") from error
+    if not isinstance(target.env, str):
+        try:
+            inspect.signature(target.env).bind_partial(**target.kwargs)
+        except TypeError as error:
+            raise UsageError(f"{target.name}: --kwargs: {error}") from error
+        except ValueError:
+            pass  # a builtin without a signature; a wrong argument is an error of the constructor
+    return target
+
+
+def lacks_package(error: EnvError) -> bool:
+    """Returns whether the constructor of an env failed because a package is not installed."""
+    missing = (ImportError, gymnasium.error.DependencyNotInstalled)
+    return error.operation == "constructor" and isinstance(error.__cause__, missing)
