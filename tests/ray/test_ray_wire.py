@@ -259,7 +259,7 @@ def test_a_host_that_is_slow_to_prove_its_key_connects_again(listener, monkeypat
     def prove(key, message, how):
         if late and message.startswith(b"connector"):
             late.clear()
-            wait_until(lambda: not listener._callers)
+            wait_until(lambda: not listener._peers)
         return digest(key, message, how)
 
     monkeypatch.setattr(hmac, "digest", prove)
