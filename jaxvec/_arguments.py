@@ -184,13 +184,11 @@ class Conversion(NamedTuple):
         as_array: Returns a value as an array; raises `TypeError`, `ValueError` or `OverflowError` if it is
             none.
         cast: Returns an array `[n, ...]` in the leaf's stored dtype, as `cast_rows` does.
-        ones: As `numpy.ones`.
         advice: What to do about a wrong shape, after the error.
     """
 
     as_array: Callable[[Any], Any]
     cast: Callable[[Leaf, Any, RowName], Any]
-    ones: Callable[..., Any] = np.ones
     advice: str = ""
 
 
@@ -234,7 +232,7 @@ def check_options(
         raise TypeError("reset_options: declare them with make(reset_options=spaces.Dict(...)) first")
     with _as_value_error():
         found = _check_batch(spec.reset_options, options, num_envs, name_row, conversion, one_for_all=True)
-        return [*found, conversion.ones(num_envs, np.bool_)]
+        return [*found, conversion.as_array(np.ones(num_envs, np.bool_))]
 
 
 @contextmanager

@@ -51,9 +51,7 @@ def as_array(value: Any) -> jax.Array | NDArray[Any]:
     return jnp.asarray(value)
 
 
-PROGRAM = Conversion(
-    as_array, _cast, jnp.ones, "; under vmap and shard_map, split the handle like the action"
-)
+PROGRAM = Conversion(as_array, _cast, "; under vmap and shard_map, split the handle like the action")
 
 
 def seed_words(seed: Any, num_envs: int) -> jax.Array:
