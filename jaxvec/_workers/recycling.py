@@ -28,6 +28,11 @@ from jaxvec._workers.diagnosis import name_worker, take_losses
 _logger = logging.getLogger("jaxvec")
 _LOOK_INTERVAL_NS = 100_000_000  # between reads of /proc, which take about 50 µs
 
+_TOO_LOW = (
+    "%s exceeds Recycle(memory=...) in the first step of a new process, so each step waits for another "
+    "process. Raise the limit, or let the envs keep less in their attributes, which move to the new process"
+)
+
 # --- Messages ---------------------------------------------------------------------------------------------
 
 
@@ -36,6 +41,7 @@ class Retire:
     """Report of a worker that it exceeds a limit, and the pool's answer, upon which it exports its slots."""
 
     reason: str
+    at_once: bool  # its process was too large from the start, as its successor will be
 
 
 @dataclass(frozen=True)
@@ -63,13 +69,15 @@ class Age:
     def __init__(self, limits: Recycle, stats: memoryview) -> None:
         self._limits, self._stats = limits, stats
         self._born_ns, self._first_step, self._next_look_ns = monotonic_ns(), stats[STEPS], 0
+        self._too_large = False  # at the first look
 
-    def exceeded(self, now_ns: int) -> str:
-        """Returns a description of a limit that is exceeded, or an empty text."""
+    def exceeded(self, now_ns: int) -> Retire | None:
+        """Returns a report of a limit that is exceeded, if any."""
         limits, steps = self._limits, self._stats[STEPS] - self._first_step
         if not steps:  # limits that are too low must not stop all progress
-            return ""
+            return None
         found: dict[str, Any] = {"steps": steps}
+        first_look = not self._next_look_ns
         if now_ns >= self._next_look_ns:
             self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
             found["seconds"] = (now_ns - self._born_ns) / 1e9
@@ -77,8 +85,9 @@ class Age:
             found["descriptors"] = limits.descriptors and len(os.listdir("/proc/self/fd"))
         for name, value in found.items():
             if (limit := getattr(limits, name)) is not None and value >= limit:
-                return f"it has reached {name}={limit:,}"
-        return ""
+                self._too_large |= first_look and name == "memory"
+                return Retire(f"it has reached {name}={limit:,}", self._too_large)
+        return None
 
 
 # --- In the program ---------------------------------------------------------------------------------------
@@ -94,6 +103,7 @@ class Recycling:
         self._slices, self._settings, self._incarnations = slices, settings, incarnations
         self._retiring: dict[int, Retire] = {}  # workers over a limit, until their successors serve
         self._exported: dict[int, ExportedSlots] = {}  # those with a successor that starts
+        self._warned: set[int] = set()  # workers of which the log says that their limit is too low
 
     def retire(self, worker: int, message: Retire) -> None:
         self._retiring[worker] = message
@@ -104,13 +114,16 @@ class Recycling:
 
     def begin(self, worker: int, message: ExportedSlots) -> None:
         """Notes the last message of a worker, and logs what becomes of its envs."""
-        name, reason = name_worker(worker, self._slices[worker]), self._retiring[worker].reason
+        name, retiring = name_worker(worker, self._slices[worker]), self._retiring[worker]
         fate = "its envs continue in a fresh process"
         if message.data is None:
             self._incarnations[worker] += 1
             fate = f"its episodes are cut, because their states are not exact: {message.inexact}"
             fate += take_losses(self._settings, range(*self._slices[worker]))
-        _logger.info("%s is recycled, as %s: %s", name, reason, fate)
+        _logger.info("%s is recycled, as %s: %s", name, retiring.reason, fate)
+        if retiring.at_once and worker not in self._warned:
+            self._warned.add(worker)
+            _logger.warning(_TOO_LOW, name)
         self._exported[worker] = message
 
     def exported(self, worker: int) -> ExportedSlots | None:

@@ -200,8 +200,8 @@ def _serve(
             while env_slice.can_prepare and end.idle():
                 env_slice.prepare()
             start = monotonic_ns()
-            if age is not None and (reason := age.exceeded(start)) and env_slice.answer("can_export_slots"):
-                _report(channel, end, env_slice, Retire(reason))  # after which no other request is pending
+            if age is not None and (report := age.exceeded(start)) and env_slice.answer("can_export_slots"):
+                _report(channel, end, env_slice, report)  # after which no other request is pending
                 known = exported is not None and exported.data is None  # that the states are not exact
                 return exported if known else env_slice.answer("export_slots")
             message = end.receive()

@@ -232,6 +232,19 @@ def test_each_limit_replaces_the_workers(limit):
         assert min(recycled(envs)) >= 2
 
 
+def test_a_limit_below_a_new_process_is_warned_of_once_per_worker(caplog):
+    with make(CountingEnv, Recycle(memory="1MB")) as envs:
+        envs.reset(seed=0)
+        for number in range(1, 2000):
+            assert (envs.step([7] * NUM_ENVS).obs == [1, number, number, 7]).all()
+            if min(recycled(envs)) >= 3:
+                break
+    workers = [f"worker {worker} (envs {2 * worker}, {2 * worker + 1})" for worker in range(2)]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sorted(message.partition(" exceeds")[0] for message in warnings) == workers
+    assert all("Raise the limit" in message for message in warnings)
+
+
 def test_a_leak_stays_below_the_limit_of_memory():
     with make(Leaking, Recycle(memory="150MB", steps=100)) as envs:
         envs.reset(seed=0)
