@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from itertools import cycle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.disasters import PATIENCE
 from support.probe import _ffi, _native, pool_of
 from support.state_game import (
     CAPACITY,
@@ -214,6 +218,27 @@ def test_a_state_goes_on_in_another_pool(make):
     pools[0].close()
     with pytest.raises(jaxvec.StaleStateError, match="are lost: it was closed"):
         pools[1].restore(state)
+
+
+ELSEWHERE = """
+import jaxvec
+with jaxvec.make("CartPole-v1", 2, states=10, backend="serial") as envs:
+    envs.reset(seed=0)
+    print(envs.save().ids.tolist())
+"""
+
+
+def test_a_state_of_another_process_is_refused(make):
+    words = [sys.executable, "-c", ELSEWHERE]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    foreign = np.array(ast.literal_eval(printed), np.uint32)
+    envs = make("CartPole-v1", 2, states=10, backend="serial")
+    envs.reset(seed=1)
+    foreign[:, 0] = envs.save().ids[:, 0]  # the first pool of each process has the same id
+    with pytest.raises(jaxvec.StaleStateError, match="state 0 was saved in another process"):
+        envs.restore(jaxvec.EnvState(foreign))
+    with pytest.raises(jaxvec.StaleStateError, match="state 0 was saved in another process"):
+        envs.simulate(jaxvec.EnvState(foreign), [0, 0])
 
 
 def test_an_episode_that_is_over_is_so_in_another_pool(make):

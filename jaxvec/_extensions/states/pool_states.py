@@ -13,6 +13,7 @@ A dispatch does the common case; `PoolStates.request` does the rest, and reports
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -163,7 +164,9 @@ class TimestepTable:
         self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # before a step of its env
         self._incarnations = np.zeros(capacity, np.int64)  # replacements of the worker before the save
         self._numbers = np.zeros(capacity, np.int64)  # 0 for a free place
-        self._next = 1
+        # Pools of other processes have the same ids. The random first number keeps their states apart from
+        # those of this pool, also if a program reads their names from a checkpoint.
+        self._first = self._next = 1 + secrets.randbits(61) // max(capacity, 1) * max(capacity, 1)
 
     def attach(self, spec: PoolSpec, arrays: Arrays) -> None:
         """Sets the rows of the table, which `make_layout` has reserved for its capacity."""
@@ -175,13 +178,15 @@ class TimestepTable:
 
     @property
     def count(self) -> int:
-        used = slice(min(self._next, self._capacity))  # does not touch the pages of the others
+        used = slice(
+            min(1 + self._next - self._first, self._capacity)
+        )  # does not touch the pages of the others
         return int(np.count_nonzero((self._numbers[used] > 0) & (self.worker[used] != _LOST)))
 
     @property
     def row_bytes(self) -> int:
         """Size in bytes of the rows that were ever used."""
-        used = min(self._next - 1, self._capacity)
+        used = min(self._next - self._first, self._capacity)
         return sum(row[:used].nbytes for row in self.rows)
 
     def allocate(self, count: int) -> NDArray[np.int64]:
@@ -245,9 +250,14 @@ class TimestepTable:
         numbers = np.ascontiguousarray(ids[:, 1:], "<u4").view("<i8").reshape(-1)
         if not self._capacity:
             self.allocate(1)  # raises
+        unknown = np.flatnonzero((numbers < self._first) | (numbers >= self._next))
+        if unknown.size:
+            raise StaleStateError(
+                f"state {unknown[0]} was saved in another process, and an EnvState only refers to it. In "
+                "checkpoints, keep the bytes of pack_states() instead"
+            )
         places = self.places(numbers)
-        kept = (self._numbers[places] == numbers) & (numbers > 0)
-        gone = np.flatnonzero(~kept)
+        gone = np.flatnonzero(self._numbers[places] != numbers)
         if gone.size:
             raise StaleStateError(
                 f"state {gone[0]} is gone: pool {self._pool_id} keeps {self._capacity} states, and newer "
