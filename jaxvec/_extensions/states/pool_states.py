@@ -166,7 +166,7 @@ class TimestepTable:
         self._numbers = np.zeros(capacity, np.int64)  # 0 for a free place
         # Pools of other processes have the same ids. The random first number keeps their states apart from
         # those of this pool, also if a program reads their names from a checkpoint.
-        self._first = self._next = 1 + secrets.randbits(61) // max(capacity, 1) * max(capacity, 1)
+        self._first = self._next = 1 + secrets.randbits(61) // max(capacity, 1) * capacity
 
     def attach(self, spec: PoolSpec, arrays: Arrays) -> None:
         """Sets the rows of the table, which `make_layout` has reserved for its capacity."""
@@ -178,9 +178,8 @@ class TimestepTable:
 
     @property
     def count(self) -> int:
-        used = slice(
-            min(1 + self._next - self._first, self._capacity)
-        )  # does not touch the pages of the others
+        # Does not touch the pages of the places that were never used. Numbers start at the place 1.
+        used = slice(min(1 + self._next - self._first, self._capacity))
         return int(np.count_nonzero((self._numbers[used] > 0) & (self.worker[used] != _LOST)))
 
     @property
