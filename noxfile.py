@@ -24,6 +24,7 @@ import nox
 ROOT = Path(__file__).resolve().parent
 DEFAULT_PYTHON = sys.executable
 OLDEST_JAX = "0.7.2"
+OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # tests/conftest.py turns some off by default
 
 nox.options.default_venv_backend = "uv"
 nox.options.stop_on_first_error = True
@@ -233,6 +234,7 @@ def accelerator(session: nox.Session, *arguments: str) -> None:
 @stage
 def oldest(session: nox.Session) -> None:
     """Test with the oldest supported jax, which Colab has, and run all notebooks."""
+    session.env.update(OPTIMIZED)
     constraints = session.cache_dir / "oldest.txt"
     constraints.write_text(f"jax=={OLDEST_JAX}\njaxlib=={OLDEST_JAX}\n")
     install_wheel(session, "test", "--constraints", str(constraints))
@@ -247,6 +249,7 @@ def next_jax(session: nox.Session) -> None:
     """Test with the newest jax, which needs a newer Python, and run all examples and pages."""
     if NEWER_PYTHON is None:
         session.skip("there is no Python 3.13")
+    session.env.update(OPTIMIZED)
     install_wheel(session, "test")
     nightly_files = ["tests/docs/test_examples.py", "tests/docs/test_docs.py"]
     ignored = [*nightly_files, "tests/docs/test_notebooks.py"]
@@ -311,6 +314,7 @@ def compile_programs(session: nox.Session, jax: str | None) -> None:
 @stage
 def nightly(session: nox.Session) -> None:
     """Run all tests in all ways to drive a pool and with both start methods, and faults for 10 minutes."""
+    session.env.update(OPTIMIZED)
     groups = ("--group", "gallery", "--group", "compat")
     session.install("-e", ".[test,ray,sb3]", *groups, "ray[tune]", "sbx-rl")
     pytest(session, "--dist", "loadfile", "--nightly", "--ways", "all", "--hypothesis-profile", "nightly")

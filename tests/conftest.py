@@ -35,6 +35,10 @@ settings.register_profile("nightly", untimed, max_examples=300)
 settings.load_profile("default")
 
 jax.config.update("jax_num_cpu_devices", 4)  # for sharded programs; others run on the first device
+# As JAX's own tests do: LLVM optimises less, which makes compilation faster. XLA's passes, which may move or
+# drop calls, are the same. Some sessions of noxfile.py set it to 0.
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
