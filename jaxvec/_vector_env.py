@@ -294,7 +294,7 @@ class VectorEnv:
             ```
         """
         slots = _arguments.check_indices(indices, self.num_envs)
-        return EnvState(pool_states.save(self._pool, Move(Verb.SAVE, slots)))
+        return EnvState(*self._pool.perform(Move(Verb.SAVE, slots), []))
 
     @_on_host
     def restore(self, state: EnvState, *, indices: Any = None, mask: Any = None) -> TimeStep[NDArray[Any]]:
@@ -313,10 +313,9 @@ class VectorEnv:
         """
         slots = _arguments.check_indices(indices, self.num_envs)
         ids = _results.check_states(state, len(slots))
-        mask = _arguments.check_mask(mask, len(slots))
+        mask = np.ones(len(slots), np.bool_) if mask is None else _arguments.check_mask(mask, len(slots))
         move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
-        rows = pool_states.restore(self._pool, move, ids, mask, deliver=self._deliver)
-        return self.spec.build_timestep(rows)
+        return self.spec.build_timestep(self._pool.perform(move, [ids, mask], self._deliver))
 
     @_on_host
     def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep[NDArray[Any]]]:
@@ -333,7 +332,8 @@ class VectorEnv:
         """
         ids = _results.check_states(state)
         actions = _arguments.check_action(self.spec, action, len(ids), name_row="state {}".format)
-        ids, rows = pool_states.simulate(self._pool, ids, actions, deliver=self._deliver)
+        move = Move(Verb.SIMULATE, self._pool.all)
+        ids, *rows = self._pool.perform(move, [ids, *actions], self._deliver)
         return EnvState(ids), self.spec.build_timestep(rows)
 
     def save_states(self, path: str | Path, state: EnvState | None = None) -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from jaxvec._dispatch.move import Move, Verb
+from jaxvec._memory.segment import Deliver, Rows
+
+if TYPE_CHECKING:
+    from jaxvec._pool.pool import Pool
+
+# Takes the extension, the pool, a move, the operands, and how time steps are delivered; returns the results.
+Operation: TypeAlias = Callable[[Any, "Pool", Move, Rows, Deliver], list[Any]]
 
 
 class PoolExtension:
@@ -10,7 +20,12 @@ class PoolExtension:
 
     It owns the arrays of `Extension.arrays`. Its functions take the pool as an argument: a reference to the
     pool here would be a cycle, which delays the end of the workers when the pool is garbage collected.
+
+    Attributes:
+        verbs: Functions for operations of programs and of `VectorEnv`, which `Pool.perform` calls.
     """
+
+    verbs: ClassVar[Mapping[Verb, Operation]] = {}
 
     def stats(self) -> Mapping[str, int]:
         """Returns fields of `jaxvec.Stats`."""

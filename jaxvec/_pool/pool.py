@@ -130,6 +130,17 @@ class Pool:
             more = dict(itertools.chain.from_iterable(each.stats().items() for each in self._extensions))
             return Stats(workers, sum(workers, WorkerStats()), **more)
 
+    def perform(self, move: Move, operands: Rows, deliver: Deliver = copies) -> list[Any]:
+        """Performs an operation of an extension, see `PoolExtension.verbs`, and returns its results."""
+        for extension in self._extensions:
+            if (operation := extension.verbs.get(move.verb)) is not None:
+                return operation(extension, self, move, operands, deliver)
+        self.state.check()
+        raise ValueError(
+            f"{move.verb.word}: pool {self.id} keeps no states; make it with states=n, the number of states "
+            "that your program uses at the same time"
+        )
+
     def extension(self, kind: type[_Kind]) -> _Kind | None:
         """Returns the pool's extension of a class, if it has one."""
         return next((each for each in self._extensions if isinstance(each, kind)), None)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from jaxvec._arguments import cast_operands, check_seeds
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import EnvDataError, EnvIdError
-from jaxvec._extensions.states import pool_states
 from jaxvec._leaves import Leaf, build
 from jaxvec._memory.rows import InvalidValue, conform, store
 from jaxvec._memory.segment import Copies, Deliver, Rows, into
@@ -163,8 +162,7 @@ def answer(call: Call, pool: Pool, operands: Rows, out: Rows | None = None) -> l
 def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> list[Array]:
     if call.verb is Verb.SIMULATE:
         actions = cast_operands(pool.spec, rest[1:], "state {}".format)
-        ids, rows = pool_states.simulate(pool, rest[0], actions, deliver=deliver)
-        return [ids, *rows]
+        return pool.perform(Move(call.verb, pool.all), [rest[0], *actions], deliver)
     move = move_of(call, pool, token)
     match call.verb:
         case Verb.GET_ATTR:
@@ -189,12 +187,10 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
             given = []
         case Verb.RECV:
             given = pool.recv(move, deliver=deliver)
-        case Verb.SAVE:
-            given = [pool_states.save(pool, move)]
-        case Verb.RESTORE:
-            given = pool_states.restore(pool, move, *rest, deliver=deliver)
-        case _:
+        case Verb.CALL:
             given = call_envs(call, pool, move, rest)
+        case _:
+            given = pool.perform(move, rest, deliver)
     return [token_of(pool, move), *given]
 
 

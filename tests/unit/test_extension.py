@@ -85,7 +85,7 @@ def test_both_halves_of_an_extension_share_an_array_and_a_request(backend):
 
 def test_the_core_names_no_extension_and_no_other_backend():
     root = Path(_envs.__file__).parents[1]
-    names = "_dispatch", "_envs", "_memory", "_native", "_pool", "_workers"
+    names = "_dispatch", "_envs", "_memory", "_native", "_pool", "_workers", "callbacks"
     core = [path for name in names for path in (root / name).glob("*.py")]
     assert len(core) > 40
     words = re.compile(r"_extensions\.|_backends|snapshot|StatefulEnv|StateTable|Rollouts|HostLink")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,9 @@ from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import ResetNeededError, StaleStateError
 from jaxvec._extensions.states.slot_states import LostStates
 from jaxvec._extensions.states.state_files import PackedStates
-from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, copies, index_of
+from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, index_of
 from jaxvec._pool import registry
-from jaxvec._pool.extension import PoolExtension
+from jaxvec._pool.extension import Operation, PoolExtension
 from jaxvec._pool.pool import Pool
 from jaxvec._pool.state import ActiveMove
 from jaxvec._spec import Autoreset, PoolSpec
@@ -38,31 +38,24 @@ Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of sta
 # --- Operations on a pool --------------------------------------------------------------------------------
 
 
-def save(pool: Pool, move: Move) -> NDArray[np.uint32]:
+def _save(mine: PoolStates, pool: Pool, move: Move, operands: Rows, deliver: Deliver) -> list[Any]:
     """Saves the states of the envs of a move, and returns their names `[n, 3]`."""
-    slots, mine = move.slots, _of(pool, len(move.slots))
+    slots = move.slots
     with pool.exclusive_move(move) as active:
         pool.state.check_status(pool.engine.check_envs(slots, stepped=False), slots)
         ids, places = mine.save(pool, active, slots, pool.pending_envs.needs_reset[slots])
         pool.views.read(slots, _copy_into(mine.table.rows, places))
         pool.engine.advance(move)
-        return ids
+        return [ids]
 
 
-def restore(
-    pool: Pool,
-    move: Move,
-    states: NDArray[np.uint32],
-    mask: NDArray[np.bool_] | None = None,
-    *,
-    deliver: Deliver = copies,
-) -> Rows:
-    """Restores the envs of a move, or those of `mask`, to states `[n, 3]`; returns the rows of all.
+def _restore(mine: PoolStates, pool: Pool, move: Move, operands: Rows, deliver: Deliver) -> list[Any]:
+    """Restores the envs of a move to states `[n, 3]`, where a mask `[n]` is set; returns the rows of all.
 
     The states may be of any pools with the same specification. A failure breaks the pool.
     """
-    slots, mine = move.slots, _of(pool)
-    chosen, states = (slots, states) if mask is None else (slots[mask], states[mask])
+    slots, (states, mask) = move.slots, operands
+    chosen, states = slots[mask], states[mask]
     packed = None if (states[:, 0] == pool.id).all() else _collect(pool, states)
     with pool.exclusive_move(move) as active:
         pool.state.check_status(pool.engine.check_envs(slots, stepped=False), slots)
@@ -76,14 +69,16 @@ def restore(
         return pool.views.read(slots, deliver)
 
 
-def simulate(
-    pool: Pool, states: NDArray[np.uint32], actions: Rows, *, deliver: Deliver = copies
-) -> tuple[NDArray[np.uint32], Rows]:
-    """Steps copies of envs from saved states. Returns the new states' names, and the time steps."""
-    mine = _of(pool)
-    with pool.state.track(Move(Verb.SIMULATE, pool.all)) as active, pool.engine.exclusive():
+def _simulate(mine: PoolStates, pool: Pool, move: Move, operands: Rows, deliver: Deliver) -> list[Any]:
+    """Steps copies of envs from states `[k, 3]` with the leaves of actions `[k, ...]`.
+
+    Returns the new states' names, and the time steps.
+    """
+    states, *actions = operands
+    with pool.state.track(move) as active, pool.engine.exclusive():
         pool.state.check()
-        return mine.simulate(pool, active, states, actions, deliver)
+        ids, rows = mine.simulate(pool, active, states, actions, deliver)
+        return [ids, *rows]
 
 
 def pack(pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
@@ -283,6 +278,12 @@ class TimestepTable:
 
 class PoolStates(PoolExtension):
     """The saved states of a pool's envs. The calls are made by the only thread inside the engine."""
+
+    verbs: ClassVar[Mapping[Verb, Operation]] = {
+        Verb.SAVE: _save,
+        Verb.RESTORE: _restore,
+        Verb.SIMULATE: _simulate,
+    }
 
     def __init__(self, pool: Pool, arrays: Arrays, capacity: int) -> None:
         spec = self._spec = pool.spec
