@@ -691,17 +691,31 @@ class SyncVectorEnv(PooledVectorEnv):
             **options,
         )
         self.env_fns = env_fns
+        self._ended: NDArray[np.bool_] = np.zeros(self.num_envs, np.bool_)  # in the last step
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets all envs, or the envs of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
         with self._as_gymnasium:
             mask = self._send_reset(seed, options)
-            return self._after_reset(self._recv(), mask)
+            rows = self._recv()
+            self._ended[... if mask is None else mask] = False
+            return self._after_reset(rows, mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Steps all envs; see `AsyncVectorEnv.step`."""
+        """Steps all envs; see `AsyncVectorEnv.step`.
+
+        Raises:
+            AssertionError: An env of `AutoresetMode.DISABLED` has ended and was not reset.
+        """
+        if self._autoreset is Autoreset.DISABLED and self._ended.any():
+            raise AssertionError(
+                f"envs {np.flatnonzero(self._ended).tolist()} have ended; reset them before the next step by "
+                'options={"reset_mask": ...}'
+            )
         with self._as_gymnasium:
-            return self._after_step(self._step(actions))
+            result = self._after_step(self._step(actions))
+            self._ended = result[2] | result[3]
+            return result
 
 
 # --- `vector_entry_point` for `gymnasium.register` and for registered envs -------------------------------

@@ -112,6 +112,21 @@ def test_the_same_data_as_gymnasium(face, kind, mode):
     theirs.close()
 
 
+@pytest.mark.parametrize("vector_env", [SyncVectorEnv, gymnasium.vector.SyncVectorEnv])
+def test_without_autoreset_an_env_that_ended_is_not_stepped(vector_env):
+    envs = vector_env(
+        [partial(CountingEnv, length) for length in (1, 3)], autoreset_mode=AutoresetMode.DISABLED
+    )
+    for _ in range(2):
+        envs.reset(seed=0)
+        assert envs.step([1, 1])[2].tolist() == [True, False]
+        with pytest.raises(AssertionError):
+            envs.step([1, 1])
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    assert envs.step([1, 1])[2].tolist() == [True, False]
+    envs.close()
+
+
 def test_actions_reach_envs_as_gymnasium_hands_them_on(face):
     class Keeping(gymnasium.Env):
         observation_space = spaces.Box(-10, 10, (), np.float64)
