@@ -1,9 +1,11 @@
-"""The specification of a pool's data.
+"""The specification of a pool's data, whose parts are trees of leaves (`_leaves.py`).
 
-spaces of the envs --make_spec--> `PoolSpec`, whose parts are trees of leaves (_leaves.py)
+    spaces of the envs --make_spec--> `PoolSpec`
 
-PoolSpec --> layout of the shared memory (_memory/), conversions in the workers (_envs/),
-shapes and dtypes for JAX (callbacks/)
+    PoolSpec --> layout of the shared memory (_memory/), conversions in the workers (_envs/),
+                 shapes and dtypes for JAX (callbacks/)
+
+Pools with equal specifications can use the same compiled program.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ class EnvSpaces:
 class PoolSpec:
     """The shapes and dtypes of a pool's data, and its autoreset mode. Hashable, compared by value.
 
-    Pools with equal specifications can use the same compiled program. `declared` is the part of `info` that
-    the env itself fills in. `reset_options` are the declared options of resets, `None` for none.
+    `declared` is the part of `info` that the env itself fills in. `reset_options` are the declared options of
+    resets, `None` for none.
     """
 
     num_envs: int
