@@ -78,6 +78,9 @@ Retry: TypeAlias = Literal["reset", "rebuild"]
 class Restart:
     """The reaction of a pool to faults, for `make(on_fault=...)`; `"restart"` is short for `Restart()`.
 
+    A rebuilt env inherits the options of the last `reset` of its predecessor, for its first reset, and the
+    attributes set by `set_attr`. Changes by `call` and `map` are lost.
+
     Attributes:
         retry: Recovery of an env that raised or returned wrong data: `"reset"` resets it, `"rebuild"` closes
             it and builds a new one. A worker that died or hangs is always replaced, and all its envs are
@@ -85,8 +88,6 @@ class Restart:
         max_restarts: Maximum number of faults of each worker and its envs over the pool's lifetime; `None`
             for no limit. The next fault is raised.
         rate: Maximum faults in a number of seconds: `(3, 60.0)` is three per minute; `None` for no limit.
-        keep_options: Whether a rebuilt env inherits the options of the last `reset` of its predecessor, for
-            its first reset, and the attributes set by `set_attr`. Changes by `call` and `map` are lost.
 
     Example:
         ```python
@@ -105,7 +106,6 @@ class Restart:
     retry: Retry = "reset"
     max_restarts: int | None = 10
     rate: tuple[int, float] | None = (1, 60.0)
-    keep_options: bool = True
 
     def __post_init__(self) -> None:
         check_choice("retry", self.retry, get_args(Retry))

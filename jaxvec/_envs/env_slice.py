@@ -231,8 +231,6 @@ class EnvSlice(Slice):
         for name, value in settings.attributes.items():
             self.set_attr([slot], [value], name)
         self.slots.keep_options(index, self._copied(settings.options))
-        if not settings.keeps_options:
-            self.slots.withhold_options(index)
 
     @property
     def can_prepare(self) -> bool:

@@ -14,7 +14,6 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._leaves import KeyPath
-from jaxvec._options import Restart
 from jaxvec._tracing import SpanRecorder, Trace
 
 # --- Settings of rebuilt envs ----------------------------------------------------------------------------
@@ -26,22 +25,20 @@ class SlotSettings:
 
     options: dict[str, Any] | None  # of its first reset, unless the program requests it with other options
     attributes: Mapping[str, Any]  # by name; each value is cloudpickled on the way to a worker
-    keeps_options: bool = True  # False if its first reset does not get declared options
 
 
 class EnvSettings:
     """The latest settings of all envs of a pool, by slot."""
 
-    def __init__(self, policy: Restart, pack: Callable[[Any], Any]) -> None:
+    def __init__(self, pack: Callable[[Any], Any]) -> None:
         self._pack = pack  # copies or pickles a value, so that later changes by its owner have no effect
-        self._keeps_options = policy.keep_options
         self._options: dict[int, dict[str, Any]] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
         self._called: set[int] = set()
 
     def reset(self, slots: NDArray[Any], options: Options) -> None:
         """Records the options of a reset of `slots`; `options` has one entry per env of the pool."""
-        if not self._keeps_options or (options is None and not self._options):
+        if options is None and not self._options:
             return
         for slot in slots.tolist():
             one = None if options is None else options[slot]
@@ -51,8 +48,6 @@ class EnvSettings:
                 self._options[slot] = one
 
     def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
-        if not self._keeps_options:
-            return
         packed: dict[int, Any] = {}  # by identity: often all envs share one large value
         for slot, value in zip(slots.tolist(), values, strict=True):
             if id(value) not in packed:
@@ -61,15 +56,14 @@ class EnvSettings:
 
     def call(self, slots: NDArray[Any]) -> None:
         """Records that user code may have changed the envs of `slots` in unknown ways."""
-        if self._keeps_options:
-            self._called.update(slots.tolist())
+        self._called.update(slots.tolist())
 
     def of(self, slot: int) -> SlotSettings | None:
         """Returns the settings of a new env in a slot; `None` if it needs none."""
         options, attributes = self._options.get(slot), self._attributes.get(slot)
-        if options is None and attributes is None and self._keeps_options:
+        if options is None and attributes is None:
             return None
-        return SlotSettings(options, attributes or {}, self._keeps_options)
+        return SlotSettings(options, attributes or {})
 
     def forget_calls(self, slots: Iterable[int]) -> list[int]:
         """Forgets changes by user code, which new envs lack; returns those of `slots` that had any."""

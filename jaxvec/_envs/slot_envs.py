@@ -156,10 +156,9 @@ class ResetOptions:
         self._read = reader(spec.reset_options, rows)
         self._given = [rows[leaf.path] for leaf in spec.option_leaves]
         self._running = [rows[("info", *leaf.path)] for leaf in spec.option_leaves]
-        self.withheld: set[int] = set()  # rebuilt envs; their next reset gets no options
 
     def next(self, index: int) -> dict[str, Any] | None:
-        if index in self.withheld or not self._given[-1][index]:
+        if not self._given[-1][index]:
             return None
         (options,) = self._read(slice(index, index + 1, 1))
         return options
@@ -167,8 +166,7 @@ class ResetOptions:
     def begin(self, index: int) -> None:
         """Writes to the row that an episode was started with the options of `next`."""
         for given, running in zip(self._given, self._running, strict=True):
-            running[index] = 0 if index in self.withheld else given[index]
-        self.withheld.discard(index)
+            running[index] = given[index]
 
     def save(self, index: int) -> list[tuple[Any, Any]]:
         pairs = zip(self._given, self._running, strict=True)
@@ -176,7 +174,6 @@ class ResetOptions:
 
     def restore(self, index: int, saved: list[tuple[Any, Any]], *, given: bool) -> None:
         """Restores the options of the running episode and, if `given`, those of the next reset."""
-        self.withheld.discard(index)
         for place, (next_one, running) in enumerate(saved):
             self._running[place][index] = running
             if given:
@@ -254,8 +251,6 @@ class SlotEnvs:
 
     def reset(self, index: int, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """Resets an env with the seed in the segment, and returns observation and info."""
-        if self._options is not None:  # the program makes this reset
-            self._options.withheld.discard(index)
         return self._reset(index, self.given_seed(index), options)
 
     def given_seed(self, index: int) -> int | None:
@@ -357,11 +352,6 @@ class SlotEnvs:
         self._kept_options.pop(index, None)
         if options is not None:
             self._kept_options[index] = options
-
-    def withhold_options(self, index: int) -> None:
-        """Withholds the declared options from the next reset of a rebuilt env, if that is an autoreset."""
-        if self._options is not None:
-            self._options.withheld.add(index)
 
     def _reset(
         self, index: int, seed: int | None, options: dict[str, Any] | None

@@ -69,7 +69,7 @@ class SerialWorkers(WorkerGroup):
         self.env_settings = None
         if budget.policy is not None:
             pack = (lambda value: value) if recipe.shares_values else copied
-            self.env_settings = EnvSettings(budget.policy, pack)
+            self.env_settings = EnvSettings(pack)
         try:
             with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)

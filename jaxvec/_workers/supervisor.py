@@ -42,7 +42,7 @@ from jaxvec._errors import (
 from jaxvec._memory.large_buffers import LargeBuffers
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
-from jaxvec._options import LimitName, Restart
+from jaxvec._options import LimitName
 from jaxvec._tracing import Loss, Trace
 from jaxvec._util import dumps
 from jaxvec._workers import protocol
@@ -95,8 +95,7 @@ class Supervisor:
         self.starting: dict[int, float | None] = {}
         # For replacements: options of resets, settings of the envs, and capacity of the span recorder.
         self.options: Options = None
-        policy = budget.policy or (recipe.config.workers.recycle and Restart())
-        self.env_settings = EnvSettings(policy, dumps) if policy else None
+        self.env_settings = EnvSettings(dumps) if recipe.config.has_fault else None
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
         self.incarnations = [0] * len(recipe.slices)

@@ -218,14 +218,6 @@ def test_a_spare_env_that_is_rebuilt_is_told_its_options(make):
     assert (envs.infos()[0]["options"], envs.get_attr("level")) == ({"level": 3}, (5,))
 
 
-def test_a_new_env_can_be_left_as_it_is_built(make):
-    envs = make(lambda: FragileEnv(kill), 2, on_fault=jaxvec.Restart(rate=None, keep_options=False))
-    envs.reset(options={"level": 3})
-    envs.set_attr("resets", 70)
-    assert envs.step([HARM, 0]).info["fault"].tolist() == [True, False]
-    assert (envs.infos()[0]["options"], envs.get_attr("resets")) == (None, (1, 70))
-
-
 @pytest.mark.parametrize("how", RENEWALS)
 def test_what_can_not_be_told_again_is_logged_as_lost(make, how, caplog):
     fault, options = RENEWALS[how]

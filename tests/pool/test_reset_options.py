@@ -302,9 +302,9 @@ def test_options_under_vmap_and_shard_map(make):
 
 @pytest.mark.slow(but=3)
 @modes
-@pytest.mark.parametrize(("retry", "keep"), [("reset", False), ("rebuild", True), ("rebuild", False)])
-def test_rebuilt_envs_keep_their_options(make, backend, mode, retry, keep):
-    restart = jaxvec.Restart(retry=retry, max_restarts=None, rate=None, keep_options=keep)
+@pytest.mark.parametrize("retry", ["reset", "rebuild"])
+def test_rebuilt_envs_keep_their_options(make, backend, mode, retry):
+    restart = jaxvec.Restart(retry=retry, max_restarts=None, rate=None)
     workers = 1 if backend == "serial" else 2
     envs = make(
         LevelEnv,
@@ -322,38 +322,24 @@ def test_rebuilt_envs_keep_their_options(make, backend, mode, retry, keep):
     if mode is NEXT:  # the row still shows the episode that the fault has ended
         np.testing.assert_array_equal(at(timestep.info["reset_options"], 1)["level"], first["level"][1])
         timestep = envs.step([0, 0])
-    if retry == "rebuild" and not keep:  # only the first reset that the program does not make
-        check_without_options(timestep, 1)
-        for _ in range(2 + (mode is NEXT)):  # the length of an episode without options
-            timestep = envs.step([0, 0])
     np.testing.assert_array_equal(at(timestep.info["reset_options"], 1)["level"], second["level"][1])
     np.testing.assert_array_equal(timestep.obs[1, 7:], second["level"][1].ravel())
 
 
-def check_without_options(timestep, place):
-    assert not timestep.info["_reset_options"][place]
-    assert not any(leaf[place].any() for leaf in jax.tree.leaves(timestep.info["reset_options"]))
-    np.testing.assert_array_equal(timestep.obs[place, 2:], -7)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_killed_workers_envs_keep_their_options(make, keep):
+def test_a_killed_workers_envs_keep_their_options(make):
     class Killed(LevelEnv):
         def step(self, action):
             if action == 7:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().step(action)
 
-    policy = jaxvec.Restart(rate=None, keep_options=keep)
+    policy = jaxvec.Restart(rate=None)
     envs = make(Killed, 2, num_workers=2, reset_options=SPACE, on_fault=policy)
     first, second = sample(2), sample(2)
     envs.reset(options=first)
     timestep = envs.step([0, 7], reset_options=second)
     assert timestep.info["fault"].tolist() == [False, True]
-    if keep:
-        np.testing.assert_array_equal(timestep.obs[1, 7:], second["level"][1].ravel())
-    else:
-        check_without_options(timestep, 1)
+    np.testing.assert_array_equal(timestep.obs[1, 7:], second["level"][1].ravel())
     envs.step([0, 7])
     timestep = envs.reset(options=first, mask=np.array([False, True]))
     np.testing.assert_array_equal(timestep.obs[1, 7:], first["level"][1].ravel())
