@@ -172,7 +172,6 @@ class Recycle:
         memory: Resident memory of the worker and its child processes, as a number of bytes or a text such as
             `"2GB"` or `"500MiB"`. A worker looks ten times a second, between steps.
         steps: Number of steps of the worker's envs together.
-        seconds: Age of the process in seconds.
         descriptors: Number of open file descriptors of the worker.
 
     Example:
@@ -185,7 +184,6 @@ class Recycle:
 
     memory: int | str | None = None
     steps: int | None = None
-    seconds: float | None = None
     descriptors: int | None = None
 
     def __post_init__(self) -> None:
@@ -201,9 +199,8 @@ class Recycle:
             if getattr(self, name) is not None:
                 count = check_count(f"Recycle({name}=...)", getattr(self, name), 1)
                 object.__setattr__(self, name, count)
-        object.__setattr__(self, "seconds", _check_seconds("Recycle(seconds=...)", self.seconds))
-        if (self.memory, self.steps, self.seconds, self.descriptors) == (None,) * 4:
-            raise ValueError("Recycle() has no limit; pass memory, steps, seconds or descriptors")
+        if (self.memory, self.steps, self.descriptors) == (None,) * 3:
+            raise ValueError("Recycle() has no limit; pass memory, steps or descriptors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +224,8 @@ class Workers:
         python: Path of another Python interpreter that runs the workers, for envs that can't be installed
             beside JAX, such as `".venv-old/bin/python"`. It needs NumPy and the packages of the envs. Ids,
             and functions in the form `"module:attribute"`, are looked up there.
-        recycle: Limits of memory and age at which a fresh process replaces a worker. Needs Linux.
+        recycle: Limits of memory, steps or descriptors for a worker; beyond, a fresh process replaces it.
+            Needs Linux.
         output: Destination of the lines that workers print, to stdout and stderr, from Python or C:
             `"inherit"` for the streams of your program, `"log"` for the logger `"jaxvec"` of Python's
             `logging` (stdout at level `INFO`, stderr and warnings at `WARNING`), with the worker, the env and

@@ -1,6 +1,6 @@
 """Recycling: a fresh process takes the envs of a worker that exceeds a limit of `Workers(recycle=...)`.
 
-    the worker          finds a limit exceeded (`Age`)                     -> Retire
+    the worker          finds a limit exceeded (`Usage`)                     -> Retire
     the pool            sends that back when no request is pending         (`Recycling.due`)
     the worker          exports its slots, and closes its envs             -> ExportedSlots
     the pool            starts a fresh process, which gets that message    (`Recycling.begin`)
@@ -16,7 +16,6 @@ import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from time import monotonic_ns
 from typing import Any
 
 from jaxvec._envs.slice import EnvSettings
@@ -63,12 +62,12 @@ class ImportedSlots:
 # --- In the worker ----------------------------------------------------------------------------------------
 
 
-class Age:
-    """The memory and the age of this process, compared with the limits."""
+class Usage:
+    """The memory, descriptors and steps of this process, compared with the limits."""
 
     def __init__(self, limits: Recycle, stats: memoryview) -> None:
         self._limits, self._stats = limits, stats
-        self._born_ns, self._first_step, self._next_look_ns = monotonic_ns(), stats[STEPS], 0
+        self._first_step, self._next_look_ns = stats[STEPS], 0
         self._too_large = False  # at the first look
 
     def exceeded(self, now_ns: int) -> Retire | None:
@@ -80,7 +79,6 @@ class Age:
         first_look = not self._next_look_ns
         if now_ns >= self._next_look_ns:
             self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
-            found["seconds"] = (now_ns - self._born_ns) / 1e9
             found["memory"] = limits.memory and memory_of(family_of(os.getpid()))
             found["descriptors"] = limits.descriptors and len(os.listdir("/proc/self/fd"))
         for name, value in found.items():

@@ -39,7 +39,7 @@ from jaxvec._workers import stacks
 from jaxvec._workers.base import worker_end
 from jaxvec._workers.output import tag_lines
 from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Setup
-from jaxvec._workers.recycling import Age, ExportedSlots, ImportedSlots, Retire
+from jaxvec._workers.recycling import ExportedSlots, ImportedSlots, Retire, Usage
 
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
@@ -193,14 +193,14 @@ def _serve(
         if replaces is not None:
             stats[REPLACED if exported is None else RECYCLED] += 1
         channel.send(Reply(dumps(imported)))
-        age = None if config.recycle is None else Age(config.recycle, stats)
+        usage = None if config.recycle is None else Usage(config.recycle, stats)
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
         while True:
             while env_slice.can_prepare and end.idle():
                 env_slice.prepare()
             start = monotonic_ns()
-            if age is not None and (report := age.exceeded(start)) and env_slice.answer("can_export_slots"):
+            if usage and (report := usage.exceeded(start)) and env_slice.answer("can_export_slots"):
                 _report(channel, end, env_slice, report)  # after which no other request is pending
                 known = exported is not None and exported.data is None  # that the states are not exact
                 return exported if known else env_slice.answer("export_slots")
