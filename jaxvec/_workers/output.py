@@ -69,9 +69,9 @@ class Output:
     @contextmanager
     def streams(self, worker: int) -> Generator[list[int]]:
         """Yields descriptors for stdout and stderr of a new process."""
-        usable = [_is_open(descriptor) for descriptor in (1, 2)]  # daemons close even these
+        usable = [_is_inheritable(descriptor) for descriptor in (1, 2)]  # daemons close even these
         with open(os.devnull, "w") as null:
-            yield [number if is_open else null.fileno() for number, is_open in enumerate(usable, 1)]
+            yield [number if is_usable else null.fileno() for number, is_usable in enumerate(usable, 1)]
 
     def close(self) -> None:
         """Delivers the last lines, after the end of the workers."""
@@ -166,9 +166,10 @@ class OutputLog(Output):
                 self._closed.put(self._closed.get(timeout=_INTERVAL))
 
 
-def _is_open(descriptor: int) -> bool:
+def _is_inheritable(descriptor: int) -> bool:
+    # Unlike a stream, a file that was opened after the stream was closed, and took its number, is not.
     with suppress(OSError):
-        return bool(os.fstat(descriptor))
+        return os.get_inheritable(descriptor)
     return False
 
 

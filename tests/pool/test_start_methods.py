@@ -308,6 +308,29 @@ def test_a_program_without_standard_descriptors_can_make_a_pool(method, closed):
         assert (done.returncode, report.read()) == (0, "[5, 5]")
 
 
+@methods
+def test_a_file_that_took_the_number_of_a_closed_stream_gets_no_output(method, tmp_path):
+    source = """
+        import os, sys
+        os.close(1)
+        file = open(sys.argv[2], "w")
+        assert file.fileno() == 1
+        import numpy as np, jaxvec
+        from jaxvec.testing import CountingEnv
+        class Printing(CountingEnv):
+            def step(self, action):
+                print("printed")
+                return super().step(action)
+        workers = jaxvec.Workers(start_method=sys.argv[1])
+        with jaxvec.make(Printing, 1, workers=workers) as envs:
+            envs.reset()
+            envs.step([0])
+    """
+    words = [sys.executable, "-c", textwrap.dedent(source), method, str(tmp_path / "file")]
+    subprocess.run(words, timeout=200, check=True)
+    assert (tmp_path / "file").read_text() == ""
+
+
 # --- Fork servers ------------------------------------------------------------------------------
 
 
