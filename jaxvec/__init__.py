@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxvec import _errors
+from jaxvec import _errors, _util
 from jaxvec._errors import *  # noqa: F403 - its `__all__` has the public errors
-from jaxvec._options import Recycle, Restart, States, Timeouts, Workers
-from jaxvec._results import EnvState, TimeStep
-from jaxvec._settings import config
-from jaxvec._stats import Stats
+
+with _util.required_imports():
+    from jaxvec._options import Recycle, Restart, States, Timeouts, Workers
+    from jaxvec._results import EnvState, TimeStep
+    from jaxvec._settings import config
+    from jaxvec._stats import Stats
 
 if TYPE_CHECKING:
     from jaxvec import adapters as adapters
@@ -79,7 +81,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"jaxvec.{_LAZY[name]}"), name)
+    with _util.required_imports():
+        return getattr(importlib.import_module(f"jaxvec.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from jaxvec._util import INTERRUPTED, leave
+from jaxvec._util import INTERRUPTED, leave, required_imports
 
 
 def main() -> None:
@@ -17,7 +17,8 @@ def main() -> None:
             from jaxvec.cli._worker import main as serve
 
             sys.exit(serve(sys.argv[2:]))
-        from jaxvec.cli._main import main as run  # slow, as it imports jax, so Ctrl-C must work here
+        with required_imports():
+            from jaxvec.cli._main import main as run  # slow, as it imports jax, so Ctrl-C must work here
 
         code: int = run()
         sys.stdout.flush()

@@ -137,10 +137,12 @@ def install_command(extra: str) -> str:
 
 
 def _packages(extra: str) -> list[str]:
+    """Returns the requirements of an extra, or those of jaxvec itself if `extra` is empty."""
     packages: list[str] = []
     for requirement in importlib.metadata.requires("jaxvec") or ():
         package, _, condition = requirement.partition(";")
-        if re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", condition) is None:
+        found = re.search(r"""extra == ['"](.+?)['"]""", condition)
+        if extra != (found[1] if found else ""):
             continue
         nested = re.fullmatch(r"jaxvec\[(.+)\]", package.strip())  # an extra can include other extras
         parts = nested[1].split(",") if nested else []
@@ -156,6 +158,16 @@ def optional_imports(user: str, extra: str) -> Generator[None]:
     except ImportError as error:
         raise ImportError(f"{user} needs {error.name}: {install_command(extra)}") from error
     check_versions(user, extra)
+
+
+@contextmanager
+def required_imports() -> Generator[None]:
+    """Adds the reason to a failed import if a package that jaxvec requires is older than it supports."""
+    try:
+        yield
+    except ImportError:
+        check_versions("jaxvec", "")
+        raise
 
 
 def import_optional(module: str, user: str, extra: str) -> Any:

@@ -43,6 +43,29 @@ def test_an_older_package_is_named_with_both_versions(monkeypatch):
         _util.check_versions("jaxvec.something", "new")
 
 
+@pytest.mark.parametrize(
+    ("package", "older", "use"),
+    [
+        ("gymnasium", "import gymnasium.vector; del gymnasium.vector.AutoresetMode", "import jaxvec"),
+        ("jax", "import jax.sharding; del jax.sharding.reshard", "import jaxvec; jaxvec.make"),
+        ("jax", "import jax.sharding; del jax.sharding.reshard", "from jaxvec.__main__ import main; main()"),
+    ],
+)
+def test_an_older_required_package_is_named_if_an_import_fails(package, older, use):
+    """Pip only warns if another package replaces it by an older release."""
+    script = f"""
+import importlib.metadata as metadata, types
+{older}
+installed, old = metadata.distributions, types.SimpleNamespace(version="0.1")
+metadata.distributions = lambda name: [old] if name == {package!r} else installed(name=name)
+{use}
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    last = said.stderr.strip().splitlines()[-1]
+    assert re.search(rf"jaxvec needs {package} [0-9.]+ or newer, but 0\.1 is installed: pip install ", last)
+    assert re.search(rf'"{package}>=', last)
+
+
 def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch):
     def requires(name):
         raise importlib.metadata.PackageNotFoundError(name)
