@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvec._memory.segment import align, create_memory
+from jaxvec._memory.segment import align, create_memory, size_advice
 
 
 def identify(buffer: Any) -> tuple[int, int]:
@@ -56,7 +56,8 @@ class LargeBuffers:
             if not self.descriptors:
                 self.descriptors.append(create_memory("arrays of jaxvec"))
             place = self._places[key] = BufferPlace(self._end, raw.nbytes, raw.readonly)
-            os.ftruncate(self.descriptors[0], self._end + raw.nbytes)
+            with size_advice():
+                os.ftruncate(self.descriptors[0], self._end + raw.nbytes)
             written = 0
             while written < raw.nbytes:
                 written += os.pwrite(self.descriptors[0], raw[written:], self._end + written)

@@ -12,8 +12,8 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from itertools import pairwise
@@ -203,10 +203,11 @@ def create_segment(layout: Layout, *, sparse: bool = False) -> int:
         _check_fits(layout)
     fd = create_memory("jaxvec")
     try:
-        # With ftruncate alone, a process would be killed if memory runs out when it touches a page.
-        if sys.platform == "linux" and not sparse:
-            _allocate(fd, layout.present)
-        os.ftruncate(fd, layout.nbytes)
+        with size_advice():
+            # With ftruncate alone, a process would be killed if memory runs out when it touches a page.
+            if sys.platform == "linux" and not sparse:
+                _allocate(fd, layout.present)
+            os.ftruncate(fd, layout.nbytes)
         if sys.platform == "linux":  # shrinking it would kill every process that touches the lost pages
             with suppress(OSError):  # not in a sandbox, and not for memory of `shm_open`
                 _seal(fd)
@@ -269,6 +270,17 @@ def create_memory(name: str) -> int:
     fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     _posixshmem.shm_unlink(name)
     return fd
+
+
+@contextmanager
+def size_advice() -> Generator[None]:
+    """Adds a remedy to the error of shared memory above the limit of file sizes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            error.strerror = f"{error.strerror}: raise the limit of file sizes (ulimit -f) for shared memory"
+        raise
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -287,7 +287,8 @@ dispatches = pytest.mark.parametrize("dispatch", ["native", "portable"])
 def test_a_full_disk_is_a_clear_error(dispatch):
     """The memory of a segment is taken at once; this limit is the one that we can fill."""
     error, err = run_limited(dispatch, "RLIMIT_FSIZE", 1 << 20, size=4 << 20)
-    assert error.startswith("OSError [Errno 27] File too large")
+    assert error.startswith("OSError [Errno 27] File too large: ")
+    assert "ulimit -f" in error
     assert err == ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import signal
 import tracemalloc
 from types import SimpleNamespace
@@ -176,6 +177,16 @@ class WithView(Looking):
             self.part = self.table[4:8]
         self.part += action
         return super().step(action)
+
+
+def test_an_array_above_the_limit_of_file_sizes_names_the_limit():
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .* \(ulimit -f\) for shared memory"):
+            jaxvec.make(Looking, 1, table=table())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_states_keep_views_of_an_argument(make):
