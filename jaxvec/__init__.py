@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jaxvec import _errors, _util
@@ -76,13 +77,18 @@ _LAZY = {
 }
 
 
+@cache
+def _load(module: str) -> Any:
+    with _util.required_imports():
+        return importlib.import_module(f"jaxvec.{module}")
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
-    with _util.required_imports():
-        return getattr(importlib.import_module(f"jaxvec.{_LAZY[name]}"), name)
+    return getattr(_load(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
