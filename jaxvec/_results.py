@@ -1,4 +1,4 @@
-"""What operations return: time steps, and references to saved states."""
+"""Time steps and references to saved states: the results of operations on envs."""
 
 from __future__ import annotations
 

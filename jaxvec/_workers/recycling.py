@@ -1,6 +1,6 @@
 """Recycling: a fresh process takes the envs of a worker that exceeds a limit of `Workers(recycle=...)`.
 
-    the worker          finds a limit exceeded (`Usage`)                     -> Retire
+    the worker          finds a limit exceeded (`Usage`)                   -> Retire
     the pool            sends that back when no request is pending         (`Recycling.due`)
     the worker          exports its slots, and closes its envs             -> ExportedSlots
     the pool            starts a fresh process, which gets that message    (`Recycling.begin`)

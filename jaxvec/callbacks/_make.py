@@ -201,7 +201,8 @@ def make(
             envs.
 
     Args: Workers
-        num_workers: Number of worker processes; by default the usable cores.
+        num_workers: Number of worker processes; by default the number of usable cores (a container's CPU
+            quota counts), or of the CPUs that the hosts of a `jaxvec.Ray` reserve.
         backend: `"process"`; `"serial"`, which steps all envs in this process, for debugging and for a few
             fast envs; `"ray"`, or a `jaxvec.Ray` with options, for workers on the nodes of a Ray cluster; a
             `jaxvec.Remote` for workers on machines that dial in.
