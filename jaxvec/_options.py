@@ -164,9 +164,8 @@ _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 class Recycle:
     """Limits for `Workers(recycle=...)`. A fresh process replaces a worker that exceeds one of them.
 
-    If the envs have exact states, as for `jaxvec.save`, they continue in the new process in the middle of
-    their episodes, and the data do not change. The first replacement verifies that. The episodes of other
-    envs are cut: their next results are truncated, with `info["fault"]`.
+    This happens between two steps. The running episodes of the worker's envs are cut: their next results are
+    truncated, with `info["fault"]`, as after a fault. The data of other workers' envs do not change.
 
     Attributes:
         memory: Resident memory of the worker and its child processes, as a number of bytes or a text such as
@@ -475,7 +474,7 @@ class PoolConfig:
     def extensions(self) -> Sequence[Extension]:
         """The subsystems beside the core that the options need. None is imported unless it is needed."""
         found: list[Extension] = []
-        if self.states.max or self.workers.recycle is not None:  # it also moves envs to a new process
+        if self.states.max:
             states: Any = importlib.import_module("jaxvec._extensions.states")
             found.append(states.StatesExtension(self.states))
         if self.spare_envs:

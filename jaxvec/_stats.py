@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 # Columns of a worker's row in the segment, `[num_workers, ...]` int64. Only the worker writes its row.
 STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS, STATE_BYTES, SIMULATED = range(9)
-PID, REPLACED, RECYCLED = range(9, 12)  # number of the process, and of its predecessors (recycled or not)
+PID, REPLACED, RECYCLED = range(9, 12)  # id of the process; number of its predecessors; those recycled
 WIDTH = 16  # columns: whole cache lines, so that no two workers write to the same line
 
 

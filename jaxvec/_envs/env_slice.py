@@ -89,13 +89,12 @@ class EnvSlice(Slice):
         spares: list[Env] | None = None,
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
-        moved: bool = False,
     ) -> None:
         """Creates the slice of the slots from `first`, with one env for each, which `env_fns` built.
 
         `spares` are further envs, for extensions. With `lends`, envs may write observations directly into
         their rows. `replaces` is for a slice that replaces one of a dead process: the leaves of Python
-        objects that the program received last, `[n, ...]` each. With `moved`, `import_slots` follows.
+        objects that the program received last, `[n, ...]` each.
         """
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
@@ -125,7 +124,7 @@ class EnvSlice(Slice):
             stats=self.stats,
             config=config,
             bypass=config.settings.wrapper_bypass and compiled is not None,
-            rebuilt=left and not moved,
+            rebuilt=left,
             lends=lends,
         )
         self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
@@ -489,11 +488,9 @@ class EnvSlice(Slice):
             {path: column[index] for path, column in objects.items()} if objects else _EMPTY,
         )
 
-    def restore_slot(
-        self, index: int, data: SlotData, restore_env: Callable[[], bool], *, moved: bool = False
-    ) -> None:
+    def restore_slot(self, index: int, data: SlotData, restore_env: Callable[[], bool]) -> None:
         """Restores a slot, except its row of the segment; see `restore_env`."""
-        self.restore_env(index, data, restore_env, moved=moved)
+        self.restore_env(index, data, restore_env)
         self.episodes.restore(index, data.episode)
         self.rows.take_info(index, deepcopy(data.info) if data.info else {})
         self.rows.final.note_written(index, is_written=data.is_final)
@@ -501,12 +498,9 @@ class EnvSlice(Slice):
             self.rows.objects[path][index] = value
         self._final_infos.pop(index, None)
 
-    def restore_env(
-        self, index: int, data: SlotData, restore_env: Callable[[], bool], *, moved: bool = False
-    ) -> None:
+    def restore_env(self, index: int, data: SlotData, restore_env: Callable[[], bool]) -> None:
         """Restores the env by a function, and the seeds and options of its next reset.
 
-        The function returns whether env and wrappers have the attributes that they had, with other values. If
-        the slot was `moved` from an old process, the program may have given newer reset options.
+        The function returns whether env and wrappers have the attributes that they had, with other values.
         """
-        self.slots.restore(index, restore_env, data.resets, moved=moved)
+        self.slots.restore(index, restore_env, data.resets)

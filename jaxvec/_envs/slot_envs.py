@@ -172,12 +172,10 @@ class ResetOptions:
         pairs = zip(self._given, self._running, strict=True)
         return [(given[index].copy(), running[index].copy()) for given, running in pairs]
 
-    def restore(self, index: int, saved: list[tuple[Any, Any]], *, given: bool) -> None:
-        """Restores the options of the running episode and, if `given`, those of the next reset."""
-        for place, (next_one, running) in enumerate(saved):
+    def restore(self, index: int, saved: list[tuple[Any, Any]]) -> None:
+        for place, (next_options, running) in enumerate(saved):
+            self._given[place][index] = next_options
             self._running[place][index] = running
-            if given:
-                self._given[place][index] = next_one
 
 
 class SlotEnvs:
@@ -305,12 +303,9 @@ class SlotEnvs:
         return self._last_seeds[index], self._new_seeds.get(index), options
 
     def restore(
-        self, index: int, restore_env: Callable[[], bool], resets: tuple[int, int | None, Any], *, moved: bool
+        self, index: int, restore_env: Callable[[], bool], resets: tuple[int, int | None, Any]
     ) -> None:
-        """Restores an env, and the values that `save` returned; see `EnvSlice.restore_env`.
-
-        If it was `moved`, the declared options of the next reset stay those that the program gave last.
-        """
+        """Restores an env, and the values that `save` returned; see `EnvSlice.restore_env`."""
         if index in self._unlent:  # wrappers and simulators require a reset before a restore
             self.envs[index].reset(seed=0)
             self._unlent.remove(index)
@@ -325,7 +320,7 @@ class SlotEnvs:
         if new_seed is not None:
             self._new_seeds[index] = new_seed
         if self._options is not None:
-            self._options.restore(index, options, given=not moved)
+            self._options.restore(index, options)
         else:
             self.keep_options(index, options)
 

@@ -82,7 +82,7 @@ class Diagnosis:
         where = f": {why}" if (why := process.missing or (process.place and f"it is {process.place}")) else ""
         late = f"the replacement of {name} did not start"
         if ends:
-            late = f"{name}, which is to be recycled, did not save and close its envs, or the next of them,"
+            late = f"{name}, which is to be recycled, did not close its envs, or the next of them,"
         return EnvTimeoutError(
             f"{late} within {timeout} s (Timeouts.start){where}"
             + self._describe_built([worker])

@@ -3,8 +3,8 @@
     the pool sends      Setup   Attach   Request   end of file
     the worker answers  Ready   Reply    Reply     Closed
 
-Between these, a worker sends a failure as a `Report` (`_envs/failures.py`), which `Recover` answers, and the
-messages of `recycling.py`.
+Between these, a worker sends a failure as a `Report` (`_envs/failures.py`), which `Recover` answers. One that
+is to be replaced sends `Retire`. When the pool has sent that back, it closes its envs and sends `Retired`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from jaxvec._script import dumps_for_worker, dumps_with_main
 from jaxvec._spec import PoolSpec
 from jaxvec._workers.base import Slices
 from jaxvec._workers.interpreter import Interpreter
-from jaxvec._workers.recycling import ExportedSlots
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ class Replacement:
     notices: int  # number of notices of messages on the control socket, which a futex counts
     objects: dict[KeyPath, NDArray[Any]]  # last received rows of the leaves that are not in the segment
     settings: dict[int, SlotSettings]  # by slot, for envs that have some
-    exported: ExportedSlots | None  # by the old process, if that was recycled
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,24 @@ class Recover:
 
 
 @dataclass(frozen=True)
+class Retire:
+    """Report of the worker that its process should be replaced, and the pool's answer when it has no request.
+
+    Until the answer, the worker answers requests, but steps no env.
+    """
+
+    reason: str
+    warning: str = ""  # for the log, once per worker
+
+
+@dataclass(frozen=True)
+class Retired:
+    """Report of the worker, after `Retire`, that its envs are closed."""
+
+
+@dataclass(frozen=True)
 class Closed:
-    """Report of the worker, after the end of file, that these envs are closed."""
+    """Report of the worker, after the end of file or `Retire`, that these envs are closed."""
 
     env_ids: range
 

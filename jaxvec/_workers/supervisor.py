@@ -50,7 +50,6 @@ from jaxvec._workers.base import Check, Launcher, Process, WaitLimits
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import Diagnosis, join, name_envs, take_losses
 from jaxvec._workers.fair_locks import FairLocks
-from jaxvec._workers.recycling import ExportedSlots, Recycling, Retire
 
 _logger = logging.getLogger("jaxvec")
 
@@ -99,7 +98,10 @@ class Supervisor:
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
         self.incarnations = [0] * len(recipe.slices)
-        self._recycling = Recycling(recipe.slices, self.env_settings, self.incarnations)
+        # Reports of workers that are to be replaced, until they have closed their envs; and the workers whose
+        # warnings are in the log. Guarded by `polling`.
+        self._retiring: dict[int, protocol.Retire] = {}
+        self._warned: set[int] = set()
         self.last_errors: list[JaxvecError | None] = [None] * len(recipe.slices)
         # Wakes a serving worker that sleeps on a futex, and so would not notice a message on its socket.
         self.notify_worker: Callable[[int], None] = lambda worker: None
@@ -276,7 +278,7 @@ class Supervisor:
                         replies[worker] = self._replaced.pop(worker)
                     elif worker in replies:
                         del self._requested[worker]
-                self._request_exports(limits.late(self._grace))
+                self._answer_retiring(limits.late(self._grace))
                 late = [
                     worker
                     for worker in missing
@@ -346,14 +348,16 @@ class Supervisor:
                 message = self.channels[worker].receive(deadline)
                 if isinstance(message, protocol.Built):
                     self._note_built(worker, message)
-                elif isinstance(message, Retire):
-                    self._recycling.retire(worker, message)
+                elif isinstance(message, protocol.Retire):
+                    self._retiring[worker] = message
+                elif isinstance(message, protocol.Retired):
+                    self._replace_retired(worker)
                 elif isinstance(message, failures.Report) and message.operation == "close":
                     _logger.warning("%s", failures.to_error(message, worker=worker))
                 elif isinstance(message, failures.Report):
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
                 elif isinstance(message, protocol.Closed):  # of a worker that ends
-                    if worker in self.starting:  # it is recycled, and has all of the time for its next env
+                    if worker in self._retiring:  # it has all of the time for its next env
                         self._extend_start(worker)
                 elif worker in self.starting and message is not WAKE:
                     self._continue_start(worker, message, deadline)
@@ -366,15 +370,15 @@ class Supervisor:
         if not readable:
             # An env may have forked a process that keeps a dead worker's socket open.
             for worker, process in enumerate(self._processes):
-                # A recycled worker ends by itself after its last message.
+                # A retired worker may end by itself after its last message.
                 if worker not in others and process.ended() and not self.channels[worker].readable():
                     self.replace(worker, self._died_error(worker))
         for worker, start_deadline in [*self.starting.items()]:
             if start_deadline is not None and time.monotonic() >= start_deadline:
                 timeout = self._recipe.config.timeouts.start
-                late = self.diagnosis.late_start_error(worker, timeout, self._recycling.ends(worker))
+                late = self.diagnosis.late_start_error(worker, timeout, worker in self._retiring)
                 self.replace(worker, late)
-        self._request_exports(limits.late(self._grace))
+        self._answer_retiring(limits.late(self._grace))
         return received
 
     def collect_errors(
@@ -424,20 +428,38 @@ class Supervisor:
         if self.diagnosis.arrays is None:
             raise error
         self._check_open()
-        if (message := self._recycling.cut_after(worker, error)) is not None:
-            self._recycle(worker, message)
-            return
         losses = take_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
-        self._note_loss(worker, str(error))
-        self.incarnations[worker] += 1
         self.last_errors[worker] = error
-        self._recycling.forget(worker)
-        self._relaunch(worker, error)
+        self._relaunch(worker, error, str(error))
 
-    def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
-        """Kills a worker, and starts a new process. Raises `error` if that fails."""
+    def _answer_retiring(self, deadline: float | None) -> None:
+        """Lets workers that are to be replaced close their envs, once no request to them is pending."""
+        for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
+            with suppress(EOFError):  # the next poll replaces it
+                self._send(worker, self._retiring[worker], deadline)
+            self._extend_start(worker)  # from now on, requests wait for the new process
+
+    def _replace_retired(self, worker: int) -> None:
+        """Replaces a worker that has closed its envs by a new process, which is no fault."""
+        message, name = self._retiring[worker], self.diagnosis.name(worker)
+        losses = take_losses(self.env_settings, range(*self._recipe.slices[worker]))
+        _logger.info("%s is recycled, as %s%s", name, message.reason, losses)
+        if message.warning and worker not in self._warned:
+            self._warned.add(worker)
+            _logger.warning("%s %s", name, message.warning)
+        self._relaunch(worker, None, "the worker was recycled")
+
+    def _relaunch(self, worker: int, error: JaxvecError | None, loss: str) -> None:
+        """Kills a worker, and starts a new process. Raises `error` if that fails.
+
+        `loss` says in the trace why the records of the old process are lost.
+        """
         self._check_open()
+        if self.trace is not None:
+            self.losses.append((worker, Loss(loss, time.monotonic_ns())))
+        self.incarnations[worker] += 1
+        self._retiring.pop(worker, None)
         self.diagnosis.built.pop(worker, None)
         processes, channels = self._processes, self.channels  # `close` takes other lists
         old = processes[worker]
@@ -473,23 +495,6 @@ class Supervisor:
     def _check_open(self) -> None:
         if self._ending:
             raise PoolClosedError("the pool was closed while a worker was replaced")
-
-    def _request_exports(self, deadline: float | None) -> None:
-        """Requests the slots of workers that are to be recycled, and are not in use."""
-        for worker, message in self._recycling.due({*self._requested, *self.starting}).items():
-            with suppress(EOFError):  # the next poll replaces it
-                self._send(worker, message, deadline)
-            self._extend_start(worker)  # from now on, requests wait for the new process
-
-    def _recycle(self, worker: int, message: ExportedSlots) -> None:
-        """Starts a fresh process, which continues from the message of a worker."""
-        self._recycling.begin(worker, message)
-        self._note_loss(worker, "the worker was recycled")
-        self._relaunch(worker, None)
-
-    def _note_loss(self, worker: int, text: str) -> None:
-        if self.trace is not None:
-            self.losses.append((worker, Loss(text, time.monotonic_ns())))
 
     def _launch(self, worker: int) -> tuple[Process, ParentChannel]:
         env_ids, name = tuple(range(*self._recipe.slices[worker])), self.diagnosis.name(worker)
@@ -535,9 +540,6 @@ class Supervisor:
 
     def _continue_start(self, worker: int, message: Any, deadline: float | None) -> None:
         """Handles the two messages of a starting worker: its envs are built, and it serves."""
-        if isinstance(message, ExportedSlots):
-            self._recycle(worker, message)
-            return
         if isinstance(message, protocol.Ready):
             self.diagnosis.built.pop(worker, None)
             self._merge_spaces(worker, pickle.loads(message.description))
@@ -552,7 +554,6 @@ class Supervisor:
                 int(Marks.of(arrays).worker_notices[worker, 0]),
                 {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
                 {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
-                self._recycling.exported(worker),
             )
             attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
             self._send(worker, attach, deadline, [self._segment])
@@ -560,7 +561,6 @@ class Supervisor:
             self._extend_start(worker)
             return
         del self.starting[worker]
-        self._recycling.finish(worker, pickle.loads(message.result))
         self._reset_clocks()
 
     def _reset_clocks(self) -> None:

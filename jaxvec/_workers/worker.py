@@ -38,8 +38,8 @@ from jaxvec._util import add_note, dumps
 from jaxvec._workers import stacks
 from jaxvec._workers.base import worker_end
 from jaxvec._workers.output import tag_lines
-from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Setup
-from jaxvec._workers.recycling import ExportedSlots, ImportedSlots, Retire, Usage
+from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Retire, Retired, Setup
+from jaxvec._workers.recycling import Usage
 
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
@@ -123,7 +123,7 @@ def run_worker(channel: Channel) -> None:
                 with suppress(EOFError):  # the parent has ended
                     channel.send(Closed(env_ids))
 
-            exported: ExportedSlots | None = None
+            retires = False
             try:
                 with _reporting(channel):
                     build_spares(spares, num_spares, env_fns, setup.first, envs, report=report_built)
@@ -134,20 +134,20 @@ def run_worker(channel: Channel) -> None:
                         ready = Ready(dumps(setup.interpreter.to_plain(description)))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
-                    exported = _serve(channel, make_slice, config.workers, running)
+                    retires = _serve(channel, make_slice, config.workers, running)
             finally:
                 with _reporting(channel):
                     close_envs([*envs, *spares], setup.first, size, report_closed)
-                if exported is not None:  # after `close`, since the parent then ends this process
-                    channel.send(exported)
+                if retires:  # last, since the parent then ends this process
+                    channel.send(Retired())
 
 
 def _serve(
     channel: Channel, make_slice: Callable[..., Slice], config: Workers, slots_running: list[NDArray[Any]]
-) -> ExportedSlots | None:
+) -> bool:
     """Performs work and answers requests until end of file, with a replaced worker's settings if any.
 
-    A process that is to be replaced returns its last message, which follows when the envs are closed.
+    Returns True if the process is to be replaced when its envs are closed.
     """
     attach: Attach = channel.receive_message()  # past wakes: slots may be dispatched before it serves
     segment = channel.descriptors.pop()
@@ -156,8 +156,6 @@ def _serve(
     slots_running.append(marks.running[attach.worker, :1])
     os.close(segment)
     replaces = attach.replaces
-    exported = None if replaces is None else replaces.exported
-    data = exported and exported.data
     with EnvErrorContext(attach.slots[0], "constructor"):
         env_slice = make_slice(
             first=attach.slots[0],
@@ -165,17 +163,11 @@ def _serve(
             spec=attach.spec,
             arrays=arrays,
             **({} if replaces is None else {"replaces": replaces.objects}),
-            **({"moved": True} if data is not None else {}),
         )
-    imported: ImportedSlots | None = None
     if replaces is not None:
         env_slice.set_options(replaces.options)
-        settings = replaces.settings
-        if data is not None:  # which contains the settings
-            with EnvErrorContext(attach.slots[0], "restore"):
-                imported = done = env_slice.answer("import_slots", data)
-            settings = {slot: settings[slot] for slot in settings.keys() & done.cut}
-        _reapply_settings(env_slice, settings)
+        for slot, settings in replaces.settings.items():
+            env_slice.reapply_settings(slot, _unpickle_settings(slot, settings))
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
     with closing(env_slice):
@@ -191,8 +183,8 @@ def _serve(
         stats = arrays["stats",][attach.worker].data
         stats[PID] = os.getpid()
         if replaces is not None:
-            stats[REPLACED if exported is None else RECYCLED] += 1
-        channel.send(Reply(dumps(imported)))
+            stats[REPLACED] += 1
+        channel.send(Reply(dumps(None)))
         usage = None if config.recycle is None else Usage(config.recycle, stats)
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
@@ -200,10 +192,10 @@ def _serve(
             while env_slice.can_prepare and end.idle():
                 env_slice.prepare()
             start = monotonic_ns()
-            if usage and (report := usage.exceeded(start)) and env_slice.answer("can_export_slots"):
-                _report(channel, end, env_slice, report)  # after which no other request is pending
-                known = exported is not None and exported.data is None  # that the states are not exact
-                return exported if known else env_slice.answer("export_slots")
+            if usage and (report := usage.exceeded(start)):
+                _report(channel, end, env_slice, report)  # after the answer, no request is pending
+                stats[RECYCLED] += 1
+                return True
             message = end.receive()
             stats[WAIT_NS] += monotonic_ns() - start
             recorder = env_slice.recorder
@@ -228,11 +220,6 @@ def _serve(
                     end.post(np.array(failure.completed, np.int64))
                 # The marks of the other slots are unchanged, so the next `receive` returns them again.
                 _recover(channel, end, env_slice, failure)
-
-
-def _reapply_settings(env_slice: Slice, settings: dict[int, SlotSettings]) -> None:
-    for slot, pickled in settings.items():
-        env_slice.reapply_settings(slot, _unpickle_settings(slot, pickled))
 
 
 def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Report | Retire) -> Any:

@@ -37,6 +37,7 @@ def look(pid: int) -> list[dict[str, Any]]:
             worker = row[_stats.PID]
             if worker in family and (process := _stats.read_process(worker)) is not None:
                 counters = {name: row[getattr(_stats, name.upper())] for name in _COUNTERS}
+                counters["replaced"] -= counters["recycled"]  # leaves those after faults
                 workers.append({"pool": pool, "envs": envs.get(worker, "?"), **asdict(process), **counters})
     if not workers:
         raise UsageError(

@@ -12,7 +12,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
-from support import recycling, state_game
+from support import state_game
 from support.disasters import PATIENCE, wait_until
 from support.probe import fork
 from support.scripts import leftovers
@@ -31,7 +31,6 @@ MARKS = [
 KEY = b"a key that the hosts have, too"
 
 cloudpickle.register_pickle_by_value(state_game)
-cloudpickle.register_pickle_by_value(recycling)
 
 
 def pytest_collection_modifyitems(items):

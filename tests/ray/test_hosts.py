@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from support import disasters, probe, recycling, state_game
+from support import disasters, probe, state_game
 from support.disasters import DEATHS, FAILURES, SleepingEnv, failing, wait_until, within
 from support.elsewhere import (
     Parented,
@@ -77,32 +77,6 @@ def test_states_go_to_hosts_and_come_back(make_at_hosts, mode):
     game = state_game.Game(state_game.HostFace(envs), models, np.random.default_rng(0))
     game.play(80)
     assert game.count > 90
-
-
-@pytest.mark.slow(but=2)
-@pytest.mark.parametrize(("dispatch", "transport"), [("native", "ffi"), ("portable", "io_callback")])
-def test_recycling_at_hosts_changes_no_bit(make, make_at_hosts, dispatch, transport):
-    options = {"dispatch": dispatch, "transport": transport}
-    recycle, chosen = {"workers": jaxvec.Workers(recycle=recycling.OFTEN)}, recycling.actions(high=2)
-    local = make(state_game.walk, recycling.NUM_ENVS, **options)
-    remote = make_at_hosts(state_game.walk, recycling.NUM_ENVS, **options, **recycle)
-    recycling.assert_equal(recycling.scan(remote, chosen), recycling.scan(local, chosen))
-    assert min(recycling.recycled(remote)) >= 1
-
-
-@pytest.mark.slow(but=1)
-def test_recycling_at_hosts_without_exact_states(make_at_hosts):
-    env_fn = partial(recycling.Opened, episode_length=7)
-    workers = jaxvec.Workers(recycle=recycling.OFTEN)
-    envs = make_at_hosts(env_fn, recycling.NUM_ENVS, workers=workers, info={"pid": np.int32})
-    chosen = recycling.actions(high=2)
-    _, rows = recycling.scan(envs, chosen)
-    assert min(recycling.recycled(envs)) >= 2
-    faults, pids = rows.info["fault"], np.unique(rows.info["pid"])
-    recycling.check_rows(rows, chosen, faults)
-    assert (faults.sum(0) >= 2).all()
-    envs.close()
-    wait_until(lambda: not any(map(psutil.pid_exists, pids[pids > 0].tolist())))
 
 
 def test_envs_can_be_called_and_set(make_at_hosts, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 import pickle
@@ -343,6 +344,65 @@ def test_a_state_that_can_not_leave_its_process_says_so(make):
     with pytest.raises(jaxvec.EnvStateError, match=r"can't be pickled, .* '_thread.lock'.*; pass States\("):
         envs.restore(state[::-1])
     envs.step([0, 0])
+
+
+class Speed(enum.Enum):
+    """Its members can be copied, but are pickled wrongly."""
+
+    SLOW = 1
+    FAST = 2
+
+    def __reduce_ex__(self, protocol):
+        return Speed, (1,)
+
+
+class Moves(CountingEnv):
+    def reset(self, **kwargs):
+        self.speed = Speed.SLOW
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.speed = Speed.FAST if self.speed is Speed.SLOW else Speed.SLOW
+        obs, reward, *rest = super().step(action)
+        return obs, reward * self.speed.value, *rest
+
+
+def test_a_state_whose_pickled_copy_differs_is_refused_elsewhere(make, backend):
+    here, there = (make(Moves, 2, states=8, backend=backend) for _ in range(2))
+    for envs in (here, there):
+        jaxvec.reset(envs, seed=0)
+        envs.step([1, 1])
+    states = here.save()
+    assert here.restore(states).reward.tolist() == [2, 2]
+    for attempt in (here.pack_states, lambda: there.restore(states)):
+        with pytest.raises(
+            jaxvec.EnvStateError, match=r"Moves from a pickled copy .*\n?.*get_state"
+        ) as caught:
+            attempt()
+        assert caught.value.env_id == 0
+    for step in (2, 3):
+        for envs in (here, there):
+            assert envs.step([1, 1]).reward.tolist() == [step * (1 + step % 2)] * 2
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}])
+def test_an_env_with_a_packed_state_continues_as_before(make, options):
+    here, there, alone = (make("CartPole-v1", 4, states=8, **options) for _ in range(3))
+    for envs in (here, there, alone):
+        jaxvec.reset(envs, seed=0)
+        envs.step([0, 1, 0, 1])
+    states = here.save()
+    here.step([1] * 4)
+    alone.step([1] * 4)
+    there.restore(there.unpack_states(here.pack_states(states)))
+    assert_equal_steps(here, alone, 20)
+    here.restore(states)
+    assert_equal_steps(here, there, 20)
+
+
+def assert_equal_steps(envs, others, count):
+    for _ in range(count):
+        jax.tree.map(np.testing.assert_array_equal, envs.step([0] * 4), others.step([0] * 4))
 
 
 def test_a_state_that_can_not_enter_a_process_says_so():

@@ -32,7 +32,6 @@ from jaxvec._envs.slice import SlotData
 from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec._extensions.states.proof import prove
 from jaxvec._extensions.states.slot_states import SlotState, pack, unpack
-from jaxvec._extensions.states.snapshots.node_types import name_of
 from jaxvec._extensions.states.snapshots.snapshot import difference
 from jaxvec._leaves import as_jax
 from jaxvec._memory import pinned

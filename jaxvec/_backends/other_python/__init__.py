@@ -47,10 +47,10 @@ class OtherPython(Interpreter):
     def check(self, config: PoolConfig) -> None:
         """Raises `ValueError` if the interpreter is too old or lacks a package, too."""
         versions = _versions(self.path)
-        if config.extensions and versions["numpy"] < (2, 0):  # which can't restore generators
+        if config.states.max and versions["numpy"] < (2, 0):  # which can't restore generators
             raise ValueError(
-                "states and Workers(recycle=...) need NumPy 2 in the workers, but Workers(python="
-                f"{self.path!r}) has an older one; install it there, or leave them out"
+                f"states need NumPy 2 in the workers, but Workers(python={self.path!r}) has an older one; "
+                "install it there, or leave them out"
             )
 
     def constructor(self, env: Any) -> Any:

@@ -36,8 +36,7 @@ from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
 from jaxvec._options import PoolConfig
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Process, Slices, worker_end
-from jaxvec._workers.protocol import Attach, Reply
-from jaxvec._workers.recycling import Retire
+from jaxvec._workers.protocol import Attach, Reply, Retire
 
 # --- Remote workers --------------------------------------------------------------------------------------
 # They have no sockets in this process. All workers of a pool share one pipe, so that their number is not

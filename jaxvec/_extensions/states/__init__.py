@@ -1,4 +1,4 @@
-"""Saved states of envs: `jaxvec.save`, `restore`, `simulate`, files of states, and moves to a new process."""
+"""Saved states of envs: `jaxvec.save`, `restore`, `simulate`, and files of states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of one env and its wrappers: how it is saved, restored, and compared with the original.
+"""The state of one env and its wrappers: how it is saved and restored.
 
 `StatefulEnv.restore` restores an `EnvSnapshot` into the same env, or into another of the same constructor.
 `snapshots/` copies the attributes. `proof.py` verifies that an env continues from its states.
@@ -19,7 +19,6 @@ from jaxvec._envs.envs import Env
 from jaxvec._errors import EnvStateError
 from jaxvec._extensions.states.snapshots import nodes
 from jaxvec._extensions.states.snapshots.ale import watch_ale
-from jaxvec._extensions.states.snapshots.digests import Digest, DigestTaker
 from jaxvec._extensions.states.snapshots.snapshot import IncrementalSnapshot, find
 
 # --- The state of one env and its wrappers ---------------------------------------------------------------
@@ -41,8 +40,6 @@ class EnvSnapshot:
     kinds: tuple[str, ...]  # the names of the classes of the wrappers, outermost first, and of the env
     layers: list[nodes.Fields]  # the attributes of each of them
     own: Any  # a snapshot of the result of `get_state`; `None` without such a method
-    # Of the env that it was saved from, until a restore in another process has been compared with it.
-    original: Digest | None = None
 
 
 class StatefulEnv:
@@ -93,7 +90,7 @@ class StatefulEnv:
             saver.owners[id(vars(layer))] = self._nodes[id(layer)]
         return saver
 
-    def _walk(self, saver: nodes.Saver, *, attributes_only: bool = False) -> EnvSnapshot:
+    def _walk(self, saver: nodes.Saver) -> EnvSnapshot:
         """Saves the attributes of each layer, and the result of `get_state`."""
         layers: list[nodes.Fields] = []
         own: Any = None
@@ -101,7 +98,7 @@ class StatefulEnv:
         try:
             for layer in self._layers:
                 layers.append(self._save_layer(saver, layer))
-            if self._own is not None and not attributes_only:
+            if self._own is not None:
                 (get_state, _), target = self._own
                 own = saver.value(get_state(target))
         except nodes.CannotCopy as error:
@@ -130,32 +127,6 @@ class StatefulEnv:
         saver.lenient = False
         return fields
 
-    def digest(self, state: EnvSnapshot | None = None) -> Digest:
-        """Returns the digest of the env, with which another process compares its own; restores `state` first.
-
-        Raises:
-            EnvStateError: The env refers to something that can't be compared in another process.
-        """
-        if state is not None:
-            self._restore(state)
-        return self._take_digest().result()
-
-    def _take_digest(self) -> DigestTaker:
-        """Walks through all that `save` saves, except the result of `get_state`."""
-
-        def take(first: dict[int, Any]) -> DigestTaker:
-            saver = self._saver(first, {}, None)
-            return DigestTaker(saver, self._layers, self._walk(saver, attributes_only=True).layers)
-
-        self._update_layers()
-        try:
-            return nodes.save_again(take)
-        except RecursionError as error:
-            name = type(self._layers[-1]).__name__
-            raise EnvStateError(
-                f"cannot move a {name} to another process: it can't be compared there: {error}. {ADVICE}"
-            ) from error
-
     def check_fit(self, state: EnvSnapshot) -> None:
         """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
         self._update_layers()
@@ -172,35 +143,8 @@ class StatefulEnv:
         refer to them. Returns whether env and wrappers have the same attributes as before, with other values.
 
         Raises:
-            EnvStateError: The state is that of an env of another class, or with other wrappers. Or it comes
-                from another process, and the env would differ from the original: it is then as before.
+            EnvStateError: The state is that of an env of another class, or with other wrappers.
         """
-        if state.original is None:
-            return self._restore(state)
-        before = self.save()
-        try:
-            self.compare(state)
-        except BaseException:
-            self._restore(before)
-            raise
-        state.original = None  # further restores are as those of its own process
-        return False
-
-    def compare(self, state: EnvSnapshot) -> None:
-        """Restores a state from another process, and compares the env with the original.
-
-        Raises:
-            EnvStateError: The state can't be restored, or the env differs from the original.
-        """
-        self._restore(state)
-        differs = None if state.original is None else self._take_digest().difference(state.original)
-        if differs is not None:
-            raise EnvStateError(
-                f"cannot move a {type(self._layers[-1]).__name__} to another process: {differs} would not be "
-                f"as in the original. {ADVICE}"
-            )
-
-    def _restore(self, state: EnvSnapshot) -> bool:
         compiled = self._incremental if self._kinds == state.kinds else None
         if compiled is not None and compiled.restore(state.layers):
             return True

@@ -268,7 +268,7 @@ class TimestepTable:
         """Marks states as lost with their worker, and returns the error for the caller."""
         self.worker[self.places(numbers)] = _LOST
         return StaleStateError(
-            f"{len(numbers)} of these states are lost, because their worker was replaced after a fault; "
+            f"{len(numbers)} of these states are lost, because their worker was replaced by a new process; "
             "reset its envs and save states again"
         )
 
@@ -345,7 +345,7 @@ class PoolStates(PoolExtension):
             data = np.array(sources, object)[moved]
             self._request(
                 pool,
-                "compare",
+                "receive",
                 self._worker_of[slots[moved]],
                 lambda mine: (slots[moved][mine].tolist(), data[mine].tolist()),
             )

@@ -1,14 +1,14 @@
-"""The half of saved states in a worker: saves, restores, simulations, and moves to a new process."""
+"""The half of saved states in a worker: saves, restores, simulations, and exchanges with other processes."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,15 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
-from jaxvec._envs.episodes import IDLE
+from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn
 from jaxvec._envs.extension import SliceExtension
-from jaxvec._extensions.states.env_states import EnvSnapshot, StatefulEnv
+from jaxvec._extensions.states.env_states import EnvSnapshot
 from jaxvec._extensions.states.proof import ForkedProcessEnded, call_in_fork, patience, prove
 from jaxvec._extensions.states.simulator import Simulator, Stepper
 from jaxvec._extensions.states.slot_states import LostStates, SlotState, SlotStates, StateTable, pack, unpack
-from jaxvec._extensions.states.snapshots.pickling import dumps
 from jaxvec._memory.segment import Arrays
 from jaxvec._options import States
 from jaxvec._spec import PoolSpec
-from jaxvec._workers.recycling import ExportedSlots, ImportedSlots
 
 
 class SliceStates(SliceExtension):
@@ -41,13 +38,15 @@ class SliceStates(SliceExtension):
         self._spec, self._arrays, self._stats = env_slice.spec, env_slice.arrays, env_slice.stats
         self._running = env_slice.running
         self._table = StateTable(self._stats)
-        self._received: dict[bytes, SlotState] = {}  # compared with their originals, to be restored next
+        self._received: dict[bytes, SlotState] = {}  # to be restored next
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
         mine = slice(self._first, self._first + len(self._slots.envs))
         self._numbers, self._oldest = self._arrays["state",][mine], self._arrays["oldest_state",]
         # The serial backend runs in the program, and a fork of that would lack its threads.
         self._forks = env_slice.config.backend != "serial" and hasattr(os, "fork")
         self._unproved = set(range(len(self._slots.envs)))  # envs without a proof of exact restores
+        # Envs without a proof that pickled copies of their states are exact, too.
+        self._unproved_copies = set(range(len(self._slots.envs)))
         self._simulator = Simulator(
             env_slice.env_fns,
             first=self._first,
@@ -62,10 +61,7 @@ class SliceStates(SliceExtension):
             "simulate": self.simulate,
             "export": self.export_states,
             "import": self.import_states,
-            "compare": self.compare,
-            "can_export_slots": self.can_export_slots,
-            "export_slots": self.export_slots,
-            "import_slots": self.import_slots,
+            "receive": self.receive_states,
         }
         self.verbs = {
             Verb.SAVE: self.try_save,
@@ -221,13 +217,22 @@ class SliceStates(SliceExtension):
             self._table.add(numbers.tolist(), after)
 
     def export_states(self, numbers: Sequence[int]) -> list[bytes] | LostStates:
-        """Returns states as bytes; raises `EnvFailure` if one can't be pickled."""
+        """Returns states as bytes. The first export of each kind of env verifies that copies are exact.
+
+        Raises:
+            EnvFailure: A state can't be pickled, or an env does not continue from a copy as it did before.
+        """
         missing = self._table.missing(numbers)
         if missing:
             return LostStates(missing)
         states = [self._table[number] for number in numbers]
         with EnvErrorContext(states[0].slot if states else self._first, "export"):
-            return pack(self._with_originals(states))
+            packed = pack(states)
+        for state in states:
+            if state.slot - self._first in self._unproved_copies:
+                with EnvErrorContext(state.slot, "export"):
+                    self._prove_copies(state)
+        return packed
 
     def import_states(
         self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
@@ -235,12 +240,12 @@ class SliceStates(SliceExtension):
         """Adds states that `export_states` returned, as states of `slots`.
 
         Raises:
-            EnvFailure: A state can't be unpickled, does not fit the env of its slot, or would not be exact.
+            EnvFailure: A state can't be unpickled, or does not fit the env of its slot.
         """
         with self._table.evicting(oldest):
             self._table.add(numbers, self._receive(slots, packed, "import"))
 
-    def compare(self, slots: Sequence[int], packed: Sequence[bytes]) -> None:
+    def receive_states(self, slots: Sequence[int], packed: Sequence[bytes]) -> None:
         """Prepares for `restore` from these bytes, and leaves the envs unchanged.
 
         Raises:
@@ -248,162 +253,55 @@ class SliceStates(SliceExtension):
         """
         self._received = dict(zip(packed, self._receive(slots, packed, "restore"), strict=True))
 
-    # --- The replacement of the process -----------------------------------------------------------
-
-    def can_export_slots(self) -> bool:
-        """Returns whether `export_slots` can be called: no env has to recover from a fault."""
-        return not any(each > IDLE for each in self._slice.episodes.state)
-
-    def export_slots(self) -> ExportedSlots:
-        """Returns a message for the next process, which cuts episodes that it can't continue exactly."""
-        try:
-            for index in range(len(self._states.stateful)):
-                if index in self._unproved:
-                    self._prove(self._first + index)
-            return ExportedSlots(self._pack_slots())
-        except Exception as error:  # also one of a user's own functions
-            return ExportedSlots(None, _first_line(error))
-
-    def import_slots(self, data: bytes) -> ImportedSlots:
-        """Continues the slots of an old process, and reports which could not be continued.
-
-        The envs of these are built anew. Their rows will show that their episodes were cut, as after a fault.
-        """
-        slots, kept, self._unproved, self._slice.rows.given = pickle.loads(data)
-        cut: dict[int, str] = {}
-        for index, packed in enumerate(slots):
-            try:
-                self._states.restore(index, unpack(packed), moved=True)
-            except (Exception, SystemExit) as error:
-                cut[self._first + index] = _first_line(error)
-                self._slice.rebuild(index)
-                self._slice.episodes.lose(index)
-        try:
-            states: dict[int, SlotState] = pickle.loads(kept)
-            self._compare(list(states.values()))
-        except Exception:
-            return ImportedSlots(cut, keeps_states=False)
-        self._table.add(list(states), list(states.values()))
-        return ImportedSlots(cut, keeps_states=True)
-
-    def _pack_slots(self) -> bytes:
-        """Pickles all that the new process needs."""
-        slots: list[bytes] = []
-        for index, stateful in enumerate(self._states.stateful):
-            self._slots.set_buffer(index, lend=False)
-            state = self._states.save(index, self._first + index)
-            state.env.original = stateful.digest()
-            slots += pack([state])
-        try:
-            states = self._table.by_number
-            kept = dumps(dict(zip(states, self._with_originals(list(states.values())), strict=True)))
-        except Exception:
-            kept = b""  # they are lost
-        return dumps((slots, kept, self._unproved, self._slice.rows.given))
-
-    # --- Comparison with originals in another process ---------------------------------------------
-
     def _receive(self, slots: Sequence[int], packed: Sequence[bytes], operation: str) -> list[SlotState]:
         states: list[SlotState] = []
-        for slot, one in zip(slots, packed, strict=True):
+        for slot, data in zip(slots, packed, strict=True):
             with EnvErrorContext(slot, operation):
-                states.append(unpack(one)._replace(slot=slot))
-                self._states.stateful[slot - self._first].check_fit(states[-1].env)
-        with EnvErrorContext(slots[0], operation):
-            self._compare(states)
+                state = unpack(data)._replace(slot=slot)
+                self._states.stateful[slot - self._first].check_fit(state.env)
+            states.append(state)
         return states
-
-    def _compare(self, states: Sequence[SlotState]) -> None:
-        """Compares states with their originals in another process; raises `EnvStateError` if one differs."""
-        self._visit(states, StatefulEnv.compare)
-        for state in states:
-            state.env.original = None
-
-    def _with_originals(self, states: Sequence[SlotState]) -> list[SlotState]:
-        """Returns states with the digests of their envs, for the process that gets them."""
-        digests = self._visit(states, StatefulEnv.digest)
-        return [
-            state._replace(env=replace(state.env, original=digest))
-            for state, digest in zip(states, digests, strict=True)
-        ]
-
-    def _visit(
-        self, states: Sequence[SlotState], visit: Callable[[StatefulEnv, EnvSnapshot], Any]
-    ) -> list[Any]:
-        """Calls a function that restores each state to an env of its kind.
-
-        Not to one of the slice, because a second restore need not undo the first: if the env refers to a
-        global object, it may then have a copy of that.
-        """
-        results: list[Any] = [None] * len(states)
-        by_kind: dict[Hashable, list[int]] = {}
-        for place, state in enumerate(states):
-            by_kind.setdefault(self._simulator.kind(state.slot), []).append(place)
-        for places in by_kind.values():
-            envs = [states[place].env for place in places]
-            found = self._call_with_another(
-                states[places[0]].slot - self._first, lambda env, envs=envs: [visit(env, one) for one in envs]
-            )
-            for place, result in zip(places, found, strict=True):
-                results[place] = result
-        return results
-
-    def _call_with_another(self, index: int, function: Callable[[StatefulEnv], Any]) -> Any:
-        """Calls a function with an env of this one's kind: in a worker, with itself in a forked child."""
-        if not self._forks:
-            with self._another(index) as another:
-                return function(another)
-        stateful = self._states.stateful[index]
-
-        def call(_: Any) -> Any:
-            if not self._slots.was_reset(index):
-                stateful.env.reset(seed=0)
-            return function(stateful)
-
-        with self._slots.unlent(index):
-            return call_in_fork(call, stateful.env, patience(self._stats))
-
-    @contextmanager
-    def _another(self, index: int) -> Generator[StatefulEnv]:
-        """Builds another env for a slot, resets it, and closes it after the block."""
-        (env,) = build_env([self._slice.env_fns[index]], self._first + index)
-        with closing(env):
-            stateful = self._states.observe(env)
-            env.reset(seed=0)
-            yield stateful
 
     def _prove(self, slot: int) -> None:
         """Proves that envs of this one's kind continue exactly from restored states, once per kind."""
-        kind, index, rows = self._simulator.kind, slot - self._first, self._slice.rows
+        index = slot - self._first
         fresh = not self._slots.was_reset(index) or self._slice.episodes.is_over(index)
+        self._states.stateful[index].save()  # first: an error here needs no child
+        self._prove_apart(index, fresh=fresh)
+        self._unproved = self._without_kind(self._unproved, slot)
+
+    def _prove_copies(self, state: SlotState) -> None:
+        """Proves that envs of this state's kind continue exactly from pickled copies, once per kind."""
+        index = state.slot - self._first
+        self._prove_apart(index, fresh=not self._slots.was_reset(index), copied=state.env)
+        self._unproved_copies = self._without_kind(self._unproved_copies, state.slot)
+
+    def _prove_apart(self, index: int, *, fresh: bool, copied: EnvSnapshot | None = None) -> None:
+        """Calls `prove` in a forked child if possible, so that nothing that the env can reach changes."""
         stateful = self._states.stateful[index]
-        stateful.save()  # first: an error here needs no child
-        rows.infos[index] = deepcopy(rows.infos[index])  # the env may reuse the dict that it returned
+        infos = self._slice.rows.infos
+        infos[index] = deepcopy(infos[index])  # the env may reuse the dict that it returned
+        proof = partial(prove, stateful, fresh=fresh, copied=copied)
         with self._slots.unlent(index):
             if not self._forks:
-                prove(stateful, fresh=fresh)
-            else:
-                try:
-                    call_in_fork(
-                        lambda progress: prove(stateful, fresh=fresh, progress=progress),
-                        stateful.env,
-                        patience(self._stats),
-                    )
-                except ForkedProcessEnded as error:
-                    warnings.warn(f"the states of env {slot} are used without a proof: {error}", stacklevel=1)
-        self._unproved = {each for each in self._unproved if kind(self._first + each) != kind(slot)}
+                proof()
+                return
+            try:
+                call_in_fork(lambda progress: proof(progress=progress), stateful.env, patience(self._stats))
+            except ForkedProcessEnded as error:
+                slot = self._first + index
+                warnings.warn(f"the states of env {slot} are used without a proof: {error}", stacklevel=1)
+
+    def _without_kind(self, indices: set[int], slot: int) -> set[int]:
+        kind = self._simulator.kind
+        return {index for index in indices if kind(self._first + index) != kind(slot)}
 
     def _stepper_of(self, envs: list[Env], env_fn: EnvFn, spec: PoolSpec, arrays: Arrays) -> Stepper:
         """Returns the stepper of a slice of envs that hold no slot of the pool."""
         config = self._slice.config
-        plain = replace(config.workers, recycle=None)
-        config = replace(config, states=States(), workers=plain)  # without extensions
+        config = replace(config, states=States())  # without extensions
         env_fns = [env_fn] * len(envs)
         other = EnvSlice(
             envs, env_fns, first=0, worker=0, spec=spec, arrays=arrays, config=config, lends=False
         )
         return SlotStates(other, self._options).step_from
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

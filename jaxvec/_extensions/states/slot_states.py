@@ -139,9 +139,9 @@ class SlotStates:
         data = self._slice.save_slot(index)
         return SlotState(slot, self.stateful[index].save(), data)
 
-    def restore(self, index: int, state: SlotState, *, moved: bool = False) -> None:
-        """Restores a state, except its row of the segment; `moved` as for `EnvSlice.restore_env`."""
-        self._slice.restore_slot(index, state.data, self._restore_env(index, state), moved=moved)
+    def restore(self, index: int, state: SlotState) -> None:
+        """Restores a state, except its row of the segment."""
+        self._slice.restore_slot(index, state.data, self._restore_env(index, state))
 
     def step_from(self, states: Sequence[SlotState], after: list[SlotState], running: memoryview) -> None:
         """Steps the envs of the first rows from `states`, and appends each next state to `after`.
