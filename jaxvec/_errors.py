@@ -72,7 +72,7 @@ class ResetNeededError(JaxvecError, RuntimeError):
 
 
 class EnvIdError(JaxvecError, ValueError):
-    """An env index that is duplicated or out of range, or a part of a batched env."""
+    """An env index that is duplicated or out of range, or a step of some envs where batched envs need all."""
 
 
 class NotPicklableError(JaxvecError, TypeError):

@@ -77,13 +77,12 @@ def start(
     interpreter: Interpreter = config.interpreter
     env = interpreter.constructor(constructors.listed(env))
     size = config.envs_per_instance
-    together = size or 1
     num_envs = constructors.count(env, num_envs, size)
     backend = _backend(config.backend)
     backend.check(config)
     interpreter.check(config)
-    num_workers = _num_workers(backend, config, num_envs // together)
-    slices = split_evenly(num_envs, num_workers, together)
+    num_workers = _num_workers(backend, config, num_envs // (size or 1))
+    slices = split_evenly(num_envs, num_workers, size or 1)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
     env_fns = [interpreter.adapt(env_fn) for env_fn in env_fns]
     declared = declarations(config.info)
@@ -96,7 +95,7 @@ def start(
         spec = make_spec(
             description.spaces,
             num_envs=num_envs,
-            batch_size=_batch_size(config.batch_size, num_envs, autoreset, together=together),
+            batch_size=_batch_size(config, num_envs, autoreset),
             autoreset=autoreset,
             final_obs=config.final_obs,
             fault=config.has_fault,
@@ -110,8 +109,8 @@ def start(
             workers,
             spec,
             slices=slices,
-            together=together,
             in_order=config.recv_order == "sent",
+            all_at_once=size is not None,
             timeouts=config.timeouts,
             resets_required=resets_required,
             extensions=config.extensions,
@@ -173,21 +172,22 @@ def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> in
     return num_workers
 
 
-def _batch_size(batch_size: int | None, num_envs: int, autoreset: Autoreset, *, together: int) -> int:
+def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
+    batch_size = config.batch_size
     if batch_size is None:
         return num_envs
     is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)  # pyright: ignore
     if not is_integer or not 1 <= batch_size <= num_envs:
         raise ValueError(f"batch_size must be an integer from 1 to num_envs ({num_envs}), not {batch_size!r}")
+    if batch_size < num_envs and config.envs_per_instance is not None:
+        raise ValueError(
+            f"batch_size {batch_size} is below num_envs ({num_envs}), but batched envs step all at once; "
+            "leave batch_size out, or make the envs one by one"
+        )
     if batch_size < num_envs and not autoreset.resets:
         raise ValueError(
             f"batch_size {batch_size} is below num_envs ({num_envs}) and needs envs that reset themselves; "
             "choose another autoreset_mode than DISABLED"
-        )
-    if batch_size % together:
-        raise ValueError(
-            f"batch_size must be a multiple of {together}, the envs of one batched env, which step together; "
-            f"not {batch_size}"
         )
     return int(batch_size)
 

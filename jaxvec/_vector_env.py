@@ -259,7 +259,7 @@ class VectorEnv:
             copy: `False` returns read-only views into shared memory if the envs are evenly spaced, such as
                 all envs. The views are valid until their envs are sent. JAX arrays are always copies.
             at_least: Number of envs to wait for in place of `batch_size`. Then all ready envs are returned,
-                in the order of `recv_order`. Batched envs are returned whole.
+                in the order of `recv_order`. Batched envs are received all at once.
 
         Raises:
             ValueError: `at_least` is not from 1 to `num_envs`.

@@ -45,7 +45,7 @@ class PendingEnvs:
     an entry belongs to the thread that holds its slot.
     """
 
-    def __init__(self, num_envs: int, batch_size: int, together: int) -> None:
+    def __init__(self, num_envs: int, batch_size: int) -> None:
         # Ids of all envs. A call on all envs passes this very array, so that `is` replaces a comparison.
         self.all: NDArray[np.int_] = np.arange(num_envs)
         self.all.flags.writeable = False
@@ -59,29 +59,20 @@ class PendingEnvs:
         self.num_sent: NDArray[np.uint32] = np.zeros(1, np.uint32)
         # When each pending env is late, in ns of the monotonic clock.
         self.due: NDArray[np.int64] = np.zeros(num_envs, np.int64)
-        self.together: int = together  # neighbouring envs that are one batched env; 1 for single envs
         self.batch_size: int = batch_size  # envs that `recv` returns
         # The order in which a reset sends all envs. A worker has neighbouring envs, so a batch of neighbours
-        # would give work to few workers. Of k batches, batch i has the (batched) envs i, i+k, ...
+        # would give work to few workers. Of k batches, batch i has the envs i, i+k, ...
         batches = -(-num_envs // batch_size)
-        groups = np.arange(num_envs).reshape(-1, together)
-        spread = np.concatenate([groups[first::batches] for first in range(batches)])
-        self.spread: NDArray[np.int_] = spread.reshape(-1)
+        self.spread: NDArray[np.int_] = np.concatenate([self.all[first::batches] for first in range(batches)])
 
     @property
     def sent(self) -> NDArray[Any]:
-        """Ids `[num_sent]` of the pending envs in sending order. Those of a batched env are adjacent."""
-        sent = self.sent_words[: self.num_sent[0]].copy()
-        return sent if self.together == 1 else _group_batched(sent, self.together)
+        """Ids `[num_sent]` of the pending envs in sending order."""
+        return self.sent_words[: self.num_sent[0]].copy()
 
     def rows(self, slots: NDArray[Any]) -> slice | NDArray[Any]:
         """Returns the index of the rows of `slots`: a slice, which is faster, if these are all slots."""
         return slice(None) if slots is self.all else slots
-
-    def part(self, slots: NDArray[Any]) -> NDArray[Any]:
-        """Returns those of `slots` that are an incomplete part of a batched env."""
-        envs = slots // self.together
-        return slots[np.bincount(envs, minlength=1)[envs] < self.together]
 
     def note_sent(self, slots: NDArray[Any], timeout: float | None) -> None:
         """Records that `slots` were sent, and are late after `timeout` seconds."""
@@ -102,24 +93,6 @@ class PendingEnvs:
         left = sent[self.in_flight[sent]]
         self.sent_words[: len(left)] = left
         self.num_sent[0] = len(left)
-
-
-def _group_batched(slots: NDArray[Any], together: int, *, last: bool = False) -> NDArray[Any]:
-    """Sorts `slots` so that those of a batched env are adjacent, at the place of its first (or last) one."""
-    envs = (slots // together).tolist()
-    places: dict[int, int] = {}
-    for place, env in enumerate(envs):
-        places[env] = place if last else places.get(env, place)
-    return slots[np.argsort([places[env] for env in envs], kind="stable")]
-
-
-def select_whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any]:
-    """Returns those of the completed `slots` for which the whole batched env is completed.
-
-    `slots` are in order of completion, and `sent` are all pending slots.
-    """
-    done = ~np.isin(slots // together, np.setdiff1d(sent, slots) // together)
-    return _group_batched(slots[done], together, last=True)
 
 
 # --- The engine. Its lock is a readers-writer lock on each slot, and on the queue of pending envs --------
@@ -150,7 +123,6 @@ class Status(IntEnum):
     NEEDS_RESET = 10
     TOO_FEW_PENDING = 11  # a `recv` would wait for more envs than are pending
     LATE = 12  # a pending env is overdue; envs that are ready first must not hide that
-    PARTIAL_BATCH = 13  # the envs are an incomplete part of a batched env
 
 
 @dataclass(frozen=True)
@@ -162,6 +134,7 @@ class EngineConfig:
     views: Views  # rows of the segment
     dispatch: Callable[[Verb, NDArray[Any]], None]  # `WorkerGroup.send`, which sends slots to their workers
     in_order: bool  # `recv` returns envs in the order in which they were sent
+    all_at_once: bool  # the envs are batched: a step or a send has all of them
     ends_need_reset: bool  # without autoreset, an env must be reset after each episode
     timeout: float | None  # seconds that a step may take; when C++ has waited that long, Python takes over
 
@@ -463,8 +436,6 @@ class PyEngine(Engine):
         if status is not Status.DONE:
             return status
         rows = self._pending_envs.rows(env_ids)
-        if stepped and self._pending_envs.together > 1 and len(self._pending_envs.part(env_ids)):
-            return Status.PARTIAL_BATCH
         if self._pending_envs.num_sent[0] and self._pending_envs.in_flight[rows].any():
             return Status.PENDING
         return Status.NEEDS_RESET if stepped and self._pending_envs.needs_reset[rows].any() else Status.DONE

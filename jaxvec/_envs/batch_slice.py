@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from time import monotonic_ns
 from typing import Any
@@ -20,7 +20,6 @@ from jaxvec._envs.envs import (
     AttributeErrorContext,
     BatchedEnv,
     EnvErrorContext,
-    EnvFailure,
     declares,
     split_reset,
     wrong_step,
@@ -36,7 +35,7 @@ from jaxvec._tracing import RecordedEnv, SpanRecorder
 class BatchSlice(Slice):
     """The instances that fill the slots from `first` on, `size` each.
 
-    A request must name all slots of an instance or none. Only a reset without autoreset can name some.
+    A step has all slots. A reset may have all slots of some instances only, or any slots without autoreset.
     """
 
     def __init__(
@@ -76,9 +75,13 @@ class BatchSlice(Slice):
         return [self._copied(one_of(self._raw[which], row, self._size)) for which, row in places]
 
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        partly = not self._spec.autoreset.resets
-        for which, rows, chosen in self._parts(slots, "reset", partly=partly):
+        for which in np.unique((slots - self.first) // self._size).tolist():
             started = monotonic_ns()
+            rows = self._rows(which)
+            self._running[0] = rows.start + 1
+            chosen = np.isin(np.arange(rows.start, rows.stop), slots)
+            with self._error_context(which, "reset"):
+                self._check_chosen(rows, chosen)
             seeds = self._arrays["seed",][rows]
             reset = rows.start + np.flatnonzero(chosen)
             given = [] if self._options is None else [self._options[slot - self.first] for slot in reset]
@@ -105,8 +108,10 @@ class BatchSlice(Slice):
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        for which, rows, _ in self._parts(slots, "step", partly=False):
+        for which in range(len(self._instances)):
             started = monotonic_ns()
+            rows = self._rows(which)
+            self._running[0] = rows.start + 1
             with self._error_context(which, "step"):
                 actions = self._actions(self._spec.action, rows)
             with self._error_context(which, "step", actions):  # ends forks before they write rows
@@ -206,24 +211,18 @@ class BatchSlice(Slice):
             results.append(value[row] if batched else value)
         return results
 
-    def _parts(
-        self, slots: NDArray[Any], operation: str, *, partly: bool
-    ) -> Iterator[tuple[int, slice, NDArray[np.bool_]]]:
-        """Yields the instances of `slots`: index, rows of the segment, and a mask of the requested envs."""
-        completed: list[int] = []
-        for which in np.unique((slots - self.first) // self._size).tolist():
-            start = self.first + which * self._size
-            chosen = np.isin(np.arange(start, start + self._size), slots)
-            self._running[0] = start + 1
-            if not partly and not chosen.all():
-                failure = EnvFailure(start, operation)
-                failure.completed = completed
-                raise failure from InvalidValue(
-                    f"envs {start} to {start + self._size - 1} are one batched env, which moves as a whole; "
-                    f"request {operation} for all of them, not for {int(chosen.sum())}"
-                )
-            yield which, slice(start, start + self._size), chosen
-            completed = [*completed, *range(start, start + self._size)]
+    def _rows(self, which: int) -> slice:
+        """Returns the rows of an instance in the segment."""
+        start = self.first + which * self._size
+        return slice(start, start + self._size)
+
+    def _check_chosen(self, rows: slice, chosen: NDArray[np.bool_]) -> None:
+        """Raises if a reset has some envs of an instance, which with autoreset is reset as a whole."""
+        if self._spec.autoreset.resets and not chosen.all():
+            raise InvalidValue(
+                f"envs {rows.start} to {rows.stop - 1} are one batched env, which with autoreset is reset as "
+                f"a whole; reset all of them, not {int(chosen.sum())}"
+            )
 
     def _error_context(self, which: int, operation: str, action: Any = None) -> EnvErrorContext:
         return EnvErrorContext(self.first + which * self._size, operation, action)

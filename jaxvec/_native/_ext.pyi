@@ -63,7 +63,7 @@ class Engine:
         fingerprint: int,
         batch_size: int,
         in_order: bool,
-        together: int,
+        all_at_once: bool,
         wait_ns: int,
         step_ns: int,
         generation: NDArray[Any],

@@ -265,6 +265,8 @@ Status Engine::move(Request& request, Target& target) {
   // A recv needs the queue, so there is one at a time.
   const int64_t* const needed = is_recv ? &queue_ : is_send ? request.sent : request.slots;
   const uint32_t count = is_recv ? 1 : is_send ? request.num_sent : request.num_slots;
+  // `Pool` refuses to move some of the envs only, and has an error for it.
+  if (plan_.all_at_once && !is_recv && needed != nullptr && count < all_.size()) return Status::kElsewhere;
   if (!enter(needed, count, is_recv || request.slots == nullptr, 0)) return Status::kBusy;
   std::vector<int64_t> handle;
   Status status = admit(request, &handle);
@@ -336,11 +338,7 @@ Status Engine::recv(Request& request, const std::vector<int64_t>& handle, Target
   advance(handle, request);
   hold(&queue_, 1, false);
   leave();
-  // Python receives batched envs as a whole. Here, a part of one might be ready or sent before the others.
-  const bool parts = plan_.together > 1 && (plan_.in_order || plan_.batch_size < all_.size());
-  if (parts || await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) {
-    return Status::kUnderWay;
-  }
+  if (await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
   while (!enter(&queue_, 0, false, kEnterTimeoutNs)) {  // other threads are inside only briefly
   }
   const std::vector<int64_t> slots = receive_batch(sent);
@@ -375,7 +373,6 @@ Status Engine::check_handle(const int64_t* slots, const uint32_t* generation, ui
 Status Engine::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
   const Status status = check_ids(slots, count);
   if (status != Status::kDone) return status;
-  if (stepped && is_part(slots, count)) return Status::kPartialBatch;
   const auto any = [&](const uint8_t* flags) {
     return std::any_of(slots, slots + count, [flags](int64_t slot) { return flags[slot]; });
   };
@@ -394,17 +391,6 @@ Status Engine::check_ids(const int64_t* slots, uint32_t count) {
     if (std::exchange(checked_[slots[i]], num_checks_) == num_checks_) return Status::kDuplicate;
   }
   return Status::kDone;
-}
-
-// Returns whether the slots, which `check_ids` has just marked, contain only a part of a batched env.
-bool Engine::is_part(const int64_t* slots, uint32_t count) const {
-  const auto together = static_cast<int64_t>(plan_.together);
-  if (together <= 1) return false;
-  return std::any_of(slots, slots + count, [&](int64_t slot) {
-    // If each slot's cyclic successor in its batched env is present, all slots of that env are.
-    const int64_t next = (slot + 1) % together == 0 ? slot + 1 - together : slot + 1;
-    return checked_[next] != num_checks_;
-  });
 }
 
 void Engine::write_actions(const std::vector<int64_t>& slots, const void* const* actions) {

@@ -69,7 +69,7 @@ struct Plan {
   uint32_t id;
   uint32_t batch_size;  // number of envs that `recv` returns
   int in_order;         // whether these are the first that were sent, not the first that are ready
-  uint32_t together;    // number of adjacent slots of a batched env, which move as a whole
+  int all_at_once;      // whether the envs are batched: a step or a send has all of them
   int64_t fingerprint;  // of the specification
   int64_t wait_ns;      // time that a move waits before it returns kUnderWay
   int64_t step_ns;      // timeout of a step
@@ -148,7 +148,6 @@ enum class Status : uint32_t {
   kNeedsReset,
   kTooFewPending,  // too few envs are pending for a `recv`
   kLate,           // a pending env is overdue, which `recv` would miss if enough others are ready
-  kPartialBatch,   // the slots contain only a part of a batched env
 };
 
 // A move that a program, or Python for another caller, requests.
@@ -218,7 +217,6 @@ class Engine {
   Status admit(const Request& request, std::vector<int64_t>* slots);
   Status check_ids(const int64_t* slots, uint32_t count);
   Status check_queue() const;
-  bool is_part(const int64_t* slots, uint32_t count) const;
   bool copying();
   void write_actions(const std::vector<int64_t>& slots, const void* const* actions);
   void dispatch(const std::vector<int64_t>& slots, const void* const* actions);

@@ -61,7 +61,7 @@ class CEngine(Engine):
             fingerprint=fingerprint,
             batch_size=batch_size,
             in_order=config.in_order,
-            together=pending_envs.together,
+            all_at_once=config.all_at_once,
             wait_ns=min(_WAIT, timeout_ns),
             step_ns=timeout_ns,
             generation=self.generation,

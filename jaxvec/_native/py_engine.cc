@@ -94,15 +94,15 @@ Engine& engine_of(PyObject* self) { return *own_of<EngineObject>(self).engine; }
 
 PyObject* make_engine(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"pool_id",     "parent",    "fingerprint", "batch_size", "in_order",
-                                "together",    "wait_ns",   "step_ns",     "generation", "actions",
+                                "all_at_once", "wait_ns",   "step_ns",     "generation", "actions",
                                 "num_options", "results",   "nonzero",     "in_flight",  "sent",
                                 "num_sent",    "due",       "needs_reset", "terminated", "truncated",
                                 "step_here",   "all_slots", nullptr};
   Plan plan{};
   PyObject *parent, *actions, *results, *nonzero, *step_here, *all_slots;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!lIpIllO&OIOOO&O&O&O&O&O&O&OO!:Engine", const_cast<char**>(names), &plan.id,
-          parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.together,
+          args, kwargs, "$IO!lIppllO&OIOOO&O&O&O&O&O&O&OO!:Engine", const_cast<char**>(names), &plan.id,
+          parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.all_at_once,
           &plan.wait_ns, &plan.step_ns, convert_shared<uint32_t>, &plan.generation, &actions,
           &plan.num_options, &results, &nonzero, convert_shared<uint8_t>, &plan.in_flight,
           convert_shared<int64_t>, &plan.sent, convert_shared<uint32_t>, &plan.num_sent,
@@ -306,8 +306,7 @@ constexpr Enumerator kStatuses[] = {{"DONE", Status::kDone},
                                     {"PENDING", Status::kPending},
                                     {"NEEDS_RESET", Status::kNeedsReset},
                                     {"TOO_FEW_PENDING", Status::kTooFewPending},
-                                    {"LATE", Status::kLate},
-                                    {"PARTIAL_BATCH", Status::kPartialBatch}};
+                                    {"LATE", Status::kLate}};
 
 bool add_enumerators(PyObject* module) {
   const Ref statuses(PyDict_New());

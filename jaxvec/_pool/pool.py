@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, check_options, expand_options, merge_options
-from jaxvec._dispatch.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status, select_whole
+from jaxvec._dispatch.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status
 from jaxvec._dispatch.move import Caller, Move, Verb
-from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
+from jaxvec._errors import EnvIdError, JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
 from jaxvec._options import Extension, LimitName, Timeouts
@@ -70,27 +70,29 @@ class Pool:
         spec: PoolSpec,
         *,
         slices: tuple[tuple[int, int], ...],
-        together: int,
         in_order: bool,
+        all_at_once: bool,
         timeouts: Timeouts,
         resets_required: bool,
         extensions: Sequence[Extension] = (),
     ) -> None:
         """Attaches the workers to a new segment.
 
-        `slices` has the range of env ids `(first, stop)` of each worker. `together` neighbouring envs are one
-        batched env. With `in_order`, `recv` returns envs in sending order. With `resets_required`, an env
-        must be reset before its first step and, without autoreset, after each episode.
+        `slices` has the range of env ids `(first, stop)` of each worker. With `in_order`, `recv` returns envs
+        in sending order. With `all_at_once`, each step, send and recv must have all envs, because they are
+        batched. With `resets_required`, an env must be reset before its first step and, without autoreset,
+        after each episode.
         """
         self.spec = spec
         self.workers: WorkerGroup = workers
         self._in_order = in_order
+        self._all_at_once = all_at_once
         self._timeouts = timeouts
         self.id: int = next(_ids)  # in the handles and states of this pool
         own = itertools.chain.from_iterable(extension.arrays(spec) for extension in extensions)
         layout = make_layout(spec, len(slices), extended=own)
         arrays = workers.attach(layout, spec)
-        self.pending_envs: PendingEnvs = PendingEnvs(spec.num_envs, spec.batch_size, together)
+        self.pending_envs: PendingEnvs = PendingEnvs(spec.num_envs, spec.batch_size)
         self.all: NDArray[np.int_] = self.pending_envs.all  # ids of all envs
         self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # cache of `move_all`
         self.views: Views = Views(spec, arrays, self.pending_envs.rows)
@@ -103,7 +105,14 @@ class Pool:
         ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         self.engine: Engine = workers.open_engine(
             EngineConfig(
-                self.id, self.pending_envs, self.views, workers.send, in_order, ends_need_reset, timeouts.step
+                pool_id=self.id,
+                pending_envs=self.pending_envs,
+                views=self.views,
+                dispatch=workers.send,
+                in_order=in_order,
+                all_at_once=all_at_once,
+                ends_need_reset=ends_need_reset,
+                timeout=timeouts.step,
             )
         )
         self.finalizer: PoolFinalizer = PoolFinalizer(workers, self.engine)
@@ -219,6 +228,7 @@ class Pool:
             self._send_reset(active, chosen, seeds, options, declared, pending=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
+        self._check_complete("step", len(move.slots))
         with self.state.track(move) as active:
             return self._finish(active, self._start(active, actions, deliver=deliver), deliver)
 
@@ -238,6 +248,7 @@ class Pool:
         With `as_objects`, `actions` are `k` Python objects, which the envs receive unconverted. They travel
         over the control sockets, which is slower.
         """
+        self._check_complete("send", len(env_ids))
         with self.state.track(move) as active:
             if not as_objects:
                 self._start(active, actions, env_ids)
@@ -269,6 +280,8 @@ class Pool:
             at_least: Number of envs to wait for, instead of `batch_size`. All completed envs are received.
             wait_for_all: True to wait for all pending envs, and to return the rows of all envs of the pool.
         """
+        if at_least is not None:
+            self._check_complete("recv", at_least)
         give_up = None if timeout is None else time.monotonic() + timeout
         enough = 0 if wait_for_all else at_least
         with self.state.track(move) as active:
@@ -486,11 +499,6 @@ class Pool:
         sent = self.pending_envs.sent
         if at_least is not None:
             slots = self._wait_for_some(active, sent, at_least, waited=waited, give_up=give_up)
-        elif (
-            self.pending_envs.together > 1 and self.spec.first_ready and not (self._in_order or wait_for_all)
-        ):
-            size = self.spec.batch_size
-            slots = self._wait_for_some(active, sent, size, waited=waited, give_up=give_up)[:size]
         else:
             count = len(sent) if wait_for_all else self.spec.batch_size
             sent = sent[: count if self._in_order else None]
@@ -506,20 +514,21 @@ class Pool:
         self, active: ActiveMove, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
     ) -> NDArray[Any]:
         """Waits for `at_least` of `sent`. Returns all that are completed by then, in the order of `recv`."""
-        together, slots = self.pending_envs.together, sent[:0]
-        # A worker marks the slots of a batched env one by one, and this thread may look between two of them.
-        # So it waits for one more slot until enough batched envs are whole. Single envs need one pass.
-        for count in range(at_least, len(sent) + 1):
-            first = sent[: count if self._in_order else None]
-            self.wait(active, first, count, waited=waited, give_up=give_up)
-            slots = self.workers.first_completed(sent, len(sent))
-            if self._in_order:  # no env before one that was sent earlier
-                slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
-            if together > 1:
-                slots = select_whole(slots, sent, together)
-            if len(slots) >= at_least:
-                break
+        first = sent[: at_least if self._in_order else None]
+        self.wait(active, first, at_least, waited=waited, give_up=give_up)
+        slots = self.workers.first_completed(sent, len(sent))
+        if self._in_order:  # no env before one that was sent earlier
+            slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
         return slots
+
+    def _check_complete(self, operation: str, count: int) -> None:
+        """Raises if an operation has fewer envs than batched envs need, which step all at once."""
+        if self._all_at_once and count < self.spec.num_envs:
+            raise EnvIdError(
+                f"{operation} of {count} of {self.spec.num_envs} envs: the envs of this pool are batched "
+                "(envs_per_instance) and step all at once. Pass all of them, or make the envs one by one. "
+                "Nothing was stepped"
+            )
 
     def _check_enough(self, at_least: int | None = None, *, resetting: int | None = None) -> None:
         """Raises if a `recv`, after a reset of `resetting` envs by mask, would wait for too many envs."""

@@ -208,14 +208,6 @@ class PoolState:
                     "with jaxvec.reset(envs). To reset within a program that steps, use jaxvec.reset(handle)"
                     + _explain_rerun()
                 )
-            case Status.PARTIAL_BATCH:
-                some, together = pending_envs.part(env_ids), pending_envs.together
-                first = int(some[0]) // together * together
-                named = np.sort(some[some // together == first // together]).tolist()
-                raise EnvIdError(
-                    f"envs {first} to {first + together - 1} are one batched env, which moves as a whole, "
-                    f"but the call names only {named}; name all of them or none. Nothing was stepped"
-                )
             case Status.PENDING:
                 pending = env_ids[pending_envs.in_flight[env_ids]].tolist()
                 raise PendingEnvError(

@@ -112,7 +112,8 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
         ValueError, TypeError: So for the reset options, or the pool does not declare any.
         StaleHandleError: The handle is not the latest. Nothing was stepped.
         ResetNeededError: Without autoreset, the episode of an env has ended. Nothing was stepped.
-        EnvIdError: The handle contains a duplicate env, for example if vmapped instances share it.
+        EnvIdError: The handle contains a duplicate env, for example if vmapped instances share it, or only
+            some envs of a pool of batched envs. Nothing was stepped.
         PendingEnvError: An env is pending.
         EnvError, WorkerDiedError, EnvTimeoutError: An env failed; this breaks the pool.
         PoolBrokenError, PoolClosedError: The pool is broken or closed.

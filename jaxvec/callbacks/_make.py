@@ -166,7 +166,8 @@ def make(
         env_configs: Keyword arguments for individual envs, one dict per env, in addition to `env_kwargs`. An
             argument of the env with the name of an option of `make`, such as `batch_size`, also goes here.
         envs_per_instance: Number of envs that each call of `env` makes, if it returns a `VectorEnv`, such as
-            a simulator that steps many envs at once. `num_envs` must be a multiple of it.
+            a simulator that steps many envs at once. `num_envs` must be a multiple of it. A step then has all
+            envs of the pool.
         info: Keys of the envs' info to return as arrays: a dict from key to dtype (`int`, `"f4"`,
             `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of keys. For a
             key without a declaration, jaxvec resets env 0 once and uses the shape and dtype in its info. Each

@@ -82,40 +82,16 @@ def test_several_in_workers(make):
         jax.tree.map(np.testing.assert_array_equal, batched, expected)
 
 
-@pytest.mark.parametrize("order", ["ready", "sent"])
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
-def test_those_that_are_ready_first_come_as_a_whole(make, order, dispatch):
-    fn = partial(counting, AutoresetMode.SAME_STEP, (None, None, None))
-    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=3, recv_order=order, dispatch=dispatch)
-    timestep = envs.reset(seed=0)
-    taken = np.zeros(12, int)
-    while taken.sum() < 120 or not taken.all():  # on a busy machine one worker may take many turns first
-        env_id = timestep.info["env_id"]
-        assert len(set(env_id // 3)) == 1
-        np.testing.assert_array_equal(timestep.obs[:, 1], taken[env_id])
-        taken[env_id] += 1
-        envs.send(env_id, env_id)
-        timestep = envs.recv()
-    envs.send(timestep.info["env_id"], timestep.info["env_id"])
-    received = 0
-    while received < 12:
-        ids = envs.recv(at_least=1).info["env_id"]
-        assert (np.bincount(ids // 3)[np.unique(ids // 3)] == 3).all()
-        received += len(ids)
-    with pytest.raises(ValueError, match="batch_size must be a multiple of 3"):
-        make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=4)
-
-
-@pytest.mark.parametrize("dispatch", ["native", "portable"])
-def test_a_batch_of_all_batched_envs_comes_in_the_order_sent(make, dispatch):
+def test_all_batched_envs_are_received_in_the_order_sent(make, dispatch):
     fn = partial(counting, AutoresetMode.SAME_STEP, (None, None, None))
     envs = make(fn, 6, envs_per_instance=3, num_workers=2, recv_order="sent", dispatch=dispatch)
     envs.reset(seed=0)
     env_id = np.array([4, 0, 3, 2, 5, 1])
     envs.send(env_id, env_id)
     timestep = envs.recv()
-    assert timestep.info["env_id"].tolist() == [4, 3, 5, 0, 2, 1]  # those of a batched env are adjacent
-    assert timestep.obs[:, 3].tolist() == [4, 3, 5, 0, 2, 1]
+    assert timestep.info["env_id"].tolist() == env_id.tolist()
+    assert timestep.obs[:, 3].tolist() == env_id.tolist()
 
 
 def test_nested_spaces(make):
@@ -305,32 +281,61 @@ def test_vmap_over_parts_of_one_batched_env_is_one_hand_off(make):
 # --- Errors ------------------------------------------------------------------------------------
 
 
-def test_a_part_of_it_can_not_be_stepped_alone(make):
-    envs = make(counting(AutoresetMode.SAME_STEP), transport="io_callback")
+@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+def test_some_of_the_envs_are_not_stepped(make, transport):
+    """Not even those of a whole instance."""
+    fn = partial(counting, AutoresetMode.SAME_STEP)
+    envs = make(fn, 6, envs_per_instance=3, num_workers=2, transport=transport)
     handle, _ = jaxvec.reset(envs)
-    with pytest.raises(jaxvec.EnvIdError, match=r"envs 0 to 2 are one batched env, .* names only \[0, 1\];"):
-        jaxvec.step(jax.tree.map(lambda token: token[:2], handle), jnp.zeros(2, int))
-    assert jaxvec.step(handle, jnp.zeros(3, int))[1].info["episode_length"].tolist() == [1] * 3
+    with pytest.raises(jaxvec.EnvIdError, match=r"step of 3 of 6 envs: .* are batched .* all at once. Pass"):
+        jaxvec.step(jax.tree.map(lambda token: token[:3], handle), jnp.zeros(3, int))
+    assert jaxvec.step(handle, jnp.zeros(6, int))[1].info["episode_length"].tolist() == [1] * 6
 
 
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
-@pytest.mark.parametrize("order", ["ready", "sent"])
-def test_its_envs_are_sent_in_any_order_but_not_a_part_of_them(make, order, dispatch):
+def test_some_of_the_envs_are_neither_sent_nor_received(make, dispatch):
     fn = partial(counting, AutoresetMode.SAME_STEP)
-    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=6, recv_order=order, dispatch=dispatch)
-    received = [envs.reset(seed=0), envs.recv()]
-    for _ in range(3):
-        env_id = np.concatenate([timestep.info["env_id"] for timestep in received])
-        assert sorted(env_id.tolist()) == list(range(12))
-        for part in ([0], [1, 2, 3, 4, 5], [*range(11)]):
-            with pytest.raises(jaxvec.EnvIdError, match="one batched env, which moves as a whole"):
-                envs.send(np.zeros(len(part), int), part)
-        envs.send(np.zeros(12, int), env_id.reshape(4, 3).T.reshape(-1))  # the first of each, the second, …
-        received = [envs.recv(), envs.recv()]
-        for timestep in received:
-            assert (
-                timestep.info["env_id"].reshape(2, 3) // 3 == timestep.info["env_id"][::3, None] // 3
-            ).all()
+    envs = make(fn, 6, envs_per_instance=3, num_workers=2, dispatch=dispatch)
+    envs.reset(seed=0)
+    for env_id in ([0], [0, 1, 2], [*range(5)]):
+        with pytest.raises(jaxvec.EnvIdError, match=f"send of {len(env_id)} of 6 envs: .* all at once"):
+            envs.send(np.zeros(len(env_id), int), env_id)
+    envs.send(np.zeros(6, int), [5, 0, 4, 1, 3, 2])
+    with pytest.raises(jaxvec.EnvIdError, match="recv of 3 of 6 envs: .* all at once"):
+        envs.recv(at_least=3)
+    assert envs.recv(at_least=6).info["episode_length"].tolist() == [1] * 6
+
+
+def test_some_of_the_envs_are_not_sent_by_a_program(make):
+    envs = make(partial(counting, AutoresetMode.SAME_STEP), 6, envs_per_instance=3, num_workers=2)
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvIdError, match="send of 3 of 6 envs: .* all at once"):
+        jaxvec.send(handle, jnp.zeros(3, int), jnp.arange(3))
+    handle = jaxvec.send(handle, jnp.zeros(6, int), jnp.arange(6))
+    assert jaxvec.recv(handle)[1].info["episode_length"].tolist() == [1] * 6
+
+
+def test_batched_envs_have_no_asynchronous_mode(make):
+    with pytest.raises(
+        ValueError, match="batch_size 3 is below num_envs .6., but batched envs step all at once"
+    ):
+        make(CartPoleVectorEnv(num_envs=6), batch_size=3)
+    with pytest.raises(
+        ValueError, match="batch_size 2 is below num_envs .4., but batched envs step all at once"
+    ):
+        make(Wrong, 4, envs_per_instance=2, num_workers=2, batch_size=2)
+
+
+def test_with_autoreset_a_mask_has_whole_instances(make):
+    envs = make(partial(counting, AutoresetMode.SAME_STEP), 6, envs_per_instance=3, num_workers=1)
+    envs.reset(seed=0)
+    envs.step([0] * 6)
+    timestep = envs.reset(mask=np.arange(6) >= 3)
+    assert timestep.info["episode_length"].tolist() == [1, 1, 1, 0, 0, 0]
+    with pytest.raises(
+        jaxvec.EnvDataError, match="envs 3 to 5 .* is reset as a whole; reset all of them, not 2"
+    ):
+        envs.reset(mask=np.arange(6) >= 4)
 
 
 class Wrong(gymnasium.vector.VectorEnv):

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import probe
-from support.disasters import PATIENCE, wait_until, within
+from support.disasters import PATIENCE, within
 
 import jaxvec
 from jaxvec import _native
@@ -125,8 +125,8 @@ def row(slot, moves, action) -> list[Any]:
     return [[moves, action], action / 2, action == END, False, slot, moves + 0.5, moves]
 
 
-def open_pool(kind, num_envs, *, num_workers, batch_size, in_order, together=1):
-    """Makes a pool of such envs, whose neighbours may move together."""
+def open_pool(kind, num_envs, *, num_workers, batch_size, in_order):
+    """Makes a pool of such envs."""
     spec = make_spec(
         EnvSpaces(spaces.Box(-1, 10**6, (2,), np.int64), spaces.Discrete(9), None),
         num_envs=num_envs,
@@ -141,8 +141,8 @@ def open_pool(kind, num_envs, *, num_workers, batch_size, in_order, together=1):
         Threads(kind, slices),
         spec,
         slices=slices,
-        together=together,
         in_order=in_order,
+        all_at_once=False,
         timeouts=Timeouts(None, PATIENCE, PATIENCE),
         resets_required=True,
     )
@@ -483,60 +483,6 @@ def test_who_needs_slots_waits_for_those_who_hold_them(kind):
             engine.release()
             assert not engine.holds()
     finally:
-        pool.close()
-
-
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batched_env_of_which_a_part_is_marked_is_not_received(kind, in_order):
-    """Our threads mark each slot by itself, as workers do those of a batched env; we look in between."""
-    pool = open_pool(kind, 4, num_workers=2, batch_size=2, in_order=in_order, together=2)
-    workers, action = probe.workers(pool), pool.spec.action_leaves[0].stored
-
-    def recv(**kwargs):
-        return pool.recv(pool.move_all(Verb.RECV, Caller.HOST), **kwargs)[4].tolist()
-
-    try:
-        pool.reset(pool.move_all(Verb.RESET, Caller.HOST), seeds=None, mask=None, options=None)
-        recv()
-        workers.gate.clear()
-        sent = np.array([2, 3, 0, 1])
-        pool.send(pool.move_all(Verb.SEND, Caller.HOST), sent, [np.array([1, 1, 1, WAIT], action)])
-        wait_until(lambda: workers.unfinished().tolist() == [1])
-        assert sorted(recv(at_least=1)) == [2, 3]
-        with pytest.raises(jaxvec.NotReadyError):
-            recv(at_least=1, timeout=0)
-        workers.gate.set()
-        assert sorted(within(partial(recv, at_least=1))) == [0, 1]
-    finally:
-        workers.gate.set()
-        pool.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_has_whole_batched_envs(kind):
-    """Of one half is done before the other begins, and is still by itself when the batch is full."""
-    pool = open_pool(kind, 4, num_workers=2, batch_size=2, in_order=False, together=2)
-    workers, action = probe.workers(pool), pool.spec.action_leaves[0].stored
-
-    def send(slots, actions):
-        pool.send(pool.move_all(Verb.SEND, Caller.HOST), np.array(slots), [np.array(actions, action)])
-
-    def recv():
-        return pool.recv(pool.move_all(Verb.RECV, Caller.HOST))[4].tolist()
-
-    try:
-        pool.reset(pool.move_all(Verb.RESET, Caller.HOST), seeds=None, mask=None, options=None)
-        recv()
-        workers.gate.clear()
-        send([0, 1], [1, WAIT])
-        wait_until(lambda: workers.unfinished().tolist() == [1])
-        send([2, 3], [1, 1])
-        assert within(recv) == [2, 3]
-        workers.gate.set()
-        assert within(recv) == [0, 1]
-    finally:
-        workers.gate.set()
         pool.close()
 
 
