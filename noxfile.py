@@ -270,7 +270,7 @@ def extras(session: nox.Session) -> None:
     # pygame-ce. The other libraries require other versions of JAX libraries.
     may_skip = (
         r"rendered by EGL|stable-baselines3|Tune|pyarrow|mo_gymnasium|torchrl|tianshou|minari|gxm|jaxnasium"
-        r"|rejax|evorl|omegaconf|not beside the tests"
+        r"|rejax|evorl|not beside the tests"
     )
     pytest(
         session,

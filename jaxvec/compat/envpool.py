@@ -2,7 +2,7 @@
 
 `make` resolves the task id to a `Task`, which starts a jaxvec pool with next-step autoreset. An `EnvPool`
 calls that pool, and its three subclasses convert time steps to Gymnasium's, old Gym's or dm_env's results.
-`compat.cleanba` and `compat.stoix` start their pools by `Task`, too.
+`compat.stoix` starts its pools by `Task`, too.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeSt
 
 TaskId: TypeAlias = str | registration.EnvSpec | Callable[..., Any]
 
-NO_LIMIT = 2**31 - 1  # EnvPool's `max_episode_steps` of a task without a limit
+_NO_LIMIT = 2**31 - 1  # EnvPool's `max_episode_steps` of a task without a limit
 
 
 @dataclass(frozen=True)
@@ -448,7 +448,7 @@ class Task:
             # The env's own spec contains the arguments of `gymnasium.make`, for example the time limit.
             (spec,) = pool_of(envs).env_calls.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
-        return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or NO_LIMIT}
+        return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
 
 
 def resolve_task(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvec.compat import brax, bridges, cleanba, envpool, gymnax
+from jaxvec.compat import brax, envpool, gymnax
 
 PAGES = Path(__file__).parents[2] / "docs" / "porting"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the originals
@@ -164,18 +164,11 @@ ENVPOOL = {
     "reads the keys of `info`": after_a_reset(lambda envs: sorted(envs.step(ACTIONS)[4])),
 }
 
-# --- Brax and Jaxnasium: functions of `make`, which returns an env -----------------------------------------
+# --- Brax: functions of `make`, which returns an env --------------------------------------------------------
 
 
 def functions_of(env):
     """Returns `reset()` to a state, and `step(state)` to an observation, the next state and an info."""
-    if hasattr(env, "action_space"):  # Jaxnasium
-
-        def step(state):
-            timestep, state = env.step(KEY, state, jnp.int32(0))
-            return timestep.observation, state, timestep.info
-
-        return lambda: env.reset(KEY)[1], step
 
     def step(state):
         state = env.step(state, jnp.zeros(1))
@@ -213,43 +206,15 @@ def keys_of_info(make):
     return sorted(step(reset())[2])
 
 
-FUNCTIONS = {
+BRAX = {
     "steps one state twice": twice,
     "resets, and then steps an older state": before_a_reset,
     "steps in a branch of `cond`, under `vmap` with other predicates": in_one_branch,
     "reads the keys of `info`": keys_of_info,
-}
-BRAX = FUNCTIONS | {
     "tests `state.pipeline_state is None`": lambda make: make().reset(KEY).pipeline_state is None,
     "looks for `sys`, `dt` and `render`": lambda make: [
         name for name in ("sys", "dt", "render") if hasattr(type(make()), name)
     ],
-}
-
-# --- Cleanba: functions of `make`, which has the parameters of Cleanba's `make_env` ------------------------
-
-
-def make_by_envpool(env_id, seed, num_envs):
-    """Returns what Cleanba's function does, which sets further attributes of it."""
-    return import_module("envpool").make(env_id, env_type="gym", num_envs=num_envs, seed=seed)
-
-
-def after_a_cleanba_reset(call):
-    def program(make):
-        envs = make("CartPole-v1", 1, 2)
-        envs.reset()
-        return call(envs)
-
-    return program
-
-
-CLEANBA = {
-    "passes the action 7 to CartPole": after_a_cleanba_reset(lambda envs: envs.step(ACTIONS + 7)[0].shape),
-    "steps with actions 1.7": after_a_cleanba_reset(lambda envs: envs.step(np.full(2, 1.7))[0].shape),
-    "steps env 1 only": after_a_cleanba_reset(lambda envs: envs.step(ACTIONS[:1], np.array([1]))[0].shape),
-    "looks for `send`, `recv` and `xla`": after_a_cleanba_reset(
-        lambda envs: [name for name in ("send", "recv", "xla") if hasattr(envs, name)]
-    ),
 }
 
 # --- The tables --------------------------------------------------------------------------------------------
@@ -257,10 +222,6 @@ CLEANBA = {
 
 def brax_env():
     return import_module("brax.envs").get_environment("fast")
-
-
-def jaxnasium_env():
-    return import_module("jaxnasium").make("CartPole-v1")
 
 
 # By library: the programs, the library's `make`, ours, and the page.
@@ -273,13 +234,6 @@ PROGRAMS = {
         "envpool",
     ),
     "brax": (BRAX, brax_env, partial(brax.make, "Pendulum-v1"), "gymnax"),
-    "jaxnasium": (FUNCTIONS, jaxnasium_env, partial(bridges.make, "CartPole-v1", "jaxnasium"), "gymnax"),
-    "cleanba": (
-        CLEANBA,
-        make_by_envpool,
-        lambda *args, **kwargs: cleanba.make_env(*args, **kwargs)(),
-        "gymnax",
-    ),
 }
 
 
@@ -298,13 +252,13 @@ def outcome(program, make):
         return "error"
     finally:
         for env in made:
-            if hasattr(env := getattr(env, "env", env), "close"):  # of a bridge, which has an env
+            if hasattr(env, "close"):
                 env.close()
 
 
 def differing(library):
     """Returns the lines of a porting page's table, from runs of both libraries."""
-    pytest.importorskip("envpool" if library == "cleanba" else library, exc_type=ImportError)
+    pytest.importorskip(library, exc_type=ImportError)
     programs, their_make, make, _ = PROGRAMS[library]
     lines = [f"| a program that | {library} | jaxvec |", "| --- | --- | --- |"]
     for name, program in programs.items():

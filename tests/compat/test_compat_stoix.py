@@ -1,4 +1,4 @@
-"""Stoix's env factory, with stoa's own time steps and spaces, and Cleanba's make_env."""
+"""Stoix's env factory, with stoa's own time steps and spaces."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
-from support import probe
 
 import jaxvec
-from jaxvec.compat import cleanba, envpool
 from jaxvec.compat.stoix import EnvFactory, register
 from jaxvec.testing import CountingEnv
 
@@ -215,44 +212,6 @@ def test_without_stoa_the_error_says_what_to_install(monkeypatch):
         EnvFactory("CartPole-v1")(2)
 
 
-# --- Cleanba ----------------------------------------------------------------------------------
-
-
-def test_cleanba_s_actors_get_old_gym_s_interface():
-    envs = cleanba.make_env(partial(DictEnv, 2, truncate=True), 7, 3)()
-    assert (envs.num_envs, envs.is_vector_env, envs.single_action_space.n) == (3, True, 1000)
-    assert envs.single_observation_space is envs.observation_space
-    obs = envs.reset()
-    assert obs["count"].tolist() == [[1, 0, 0, -1]] * 3
-    assert [info["seed"] for info in probe.adapted_pool(envs).infos()] == [7, 8, 9]
-    obs, reward, done, info = envs.step(np.array([4, 5, 6]))
-    assert (reward.tolist(), done.tolist()) == ([1] * 3, [False] * 3)
-    assert (info["env_id"].tolist(), info["elapsed_step"].tolist()) == ([0, 1, 2], [1, 1, 1])
-    obs, reward, done, info = envs.step(np.array([4, 5, 6]))
-    assert (obs["count"].tolist(), done.tolist()) == ([[2, 2, 0, -1]] * 3, [True] * 3)
-    assert info["final_observation"]["count"].tolist() == [[1, 2, 2, a] for a in (4, 5, 6)]
-    assert (info["terminated"].tolist(), info["TimeLimit.truncated"].tolist()) == ([False] * 3, [True] * 3)
-    assert (info["reward"].tolist(), info["elapsed_step"].tolist()) == ([2] * 3, [2] * 3)
-    envs.close()
-    envs.close()
-    with pytest.raises(TypeError, match="autoreset_mode can't be set here"):
-        cleanba.make_env("CartPole-v1", 0, 2, autoreset_mode="NEXT_STEP")
-
-
-def test_cleanba_tells_truncations_by_the_time_limit():
-    envs = cleanba.make_env("CartPole-v1", 0, 2, max_episode_steps=3)()
-    envs.reset()
-    for step in range(1, 4):
-        *_, done, info = envs.step(np.array([0, 1]))
-        truncated = info["elapsed_step"] >= envs.spec.config.max_episode_steps
-        assert truncated.tolist() == done.tolist() == [step == 3] * 2
-    envs.close()
-    assert gymnasium.spec("CartPole-v1").max_episode_steps == 500
-    unlimited = cleanba.make_env(CountingEnv, 0, 1)()
-    assert unlimited.spec.config.max_episode_steps == 2**31 - 1
-    unlimited.close()
-
-
 # --- EnvPool's tasks --------------------------------------------------------------------------
 
 
@@ -277,75 +236,12 @@ class GameEnv(CountingEnv):
         return obs, reward, terminated, truncated, {**info, "lives": 3 - terminated, "reward": 10 * reward}
 
 
-def test_cleanba_s_info_is_of_the_step_and_not_of_the_reset_after_it():
-    envs = cleanba.make_env(partial(GameEnv, 2), 7, 2, info=LIVES)()
-    envs.reset()
-    rows = [envs.step(np.zeros(2, int))[3] for _ in range(3)]
-    assert [row["lives"].tolist() for row in rows] == [[3, 3], [2, 2], [3, 3]]
-    assert [row["reward"].tolist() for row in rows] == [[10, 10], [20, 20], [10, 10]]
-    assert [row["elapsed_step"].tolist() for row in rows] == [[1, 1], [2, 2], [1, 1]]
-    assert "final_info" not in rows[0]
-    envs.close()
-
-
 def test_stoix_s_extras_are_of_the_step_and_not_of_the_reset_after_it(make):
     env = make(partial(GameEnv, 2), info=LIVES)
     env.reset()
     rows = [env.step(np.zeros(2, int)).extras for _ in range(3)]
     assert [row["lives"].tolist() for row in rows] == [[3, 3], [2, 2], [3, 3]]
     assert [row["reward"].tolist() for row in rows] == [[10, 10], [20, 20], [10, 10]]
-
-
-def _games(face, actions):
-    """Yields what EnvPool's face, which resets in the next step, says of the same steps."""
-    obs = face.reset()
-    yield obs, None, None, None
-    for action in actions:
-        obs, reward, done, info = face.step(action)
-        first = obs.copy()
-        if done.any():
-            first[done] = face.step(action[done], np.flatnonzero(done))[0]
-        yield first, reward, done, info
-
-
-def test_cleanba_plays_envpool_s_games_as_cleanba_asks_for_them(ale):
-    settings = {
-        "episodic_life": False,
-        "repeat_action_probability": 0.25,
-        "noop_max": 1,
-        "full_action_space": True,
-        "max_episode_steps": 27_000,
-        "reward_clip": True,
-    }
-    ours = cleanba.make_env("Breakout-v5", seed=3, num_envs=2)()
-    theirs = envpool.make("Breakout-v5", env_type="gym", num_envs=2, seed=3, **settings)
-    assert ours.single_action_space.n == 18
-    assert (ours.single_observation_space.shape, ours.spec.config.max_episode_steps) == ((4, 84, 84), 27_000)
-    actions = np.random.default_rng(0).integers(18, size=(400, 2))
-    ends = 0
-    for step, (obs, reward, done, info) in enumerate(_games(theirs, actions)):
-        if not step:
-            np.testing.assert_array_equal(ours.reset(), obs)
-            continue
-        got = ours.step(actions[step - 1])
-        for mine, other in zip(got[:3], (obs, reward, done), strict=True):
-            np.testing.assert_array_equal(mine, other)
-        for name in ("lives", "reward", "terminated", "elapsed_step", "TimeLimit.truncated", "ram"):
-            np.testing.assert_array_equal(got[3][name], info[name], name)
-        ends += done.sum()
-    assert ends >= 2
-    ours.close()
-    theirs.close()
-
-
-def test_cleanba_s_settings_of_games_can_be_changed(ale):
-    with pytest.raises(TypeError, match="Pong-v5 has no options \\['lives'\\]"):
-        cleanba.make_env("Pong-v5", 0, 1, lives=3)
-    envs = cleanba.make_env("Pong-v5", 0, 1, full_action_space=False, stack_num=2, max_episode_steps=5)()
-    assert (envs.reset().shape, envs.single_action_space.n) == ((1, 2, 84, 84), 6)
-    assert envs.spec.config.max_episode_steps == 5
-    assert [envs.step(np.zeros(1, int))[3]["elapsed_step"].item() for _ in range(6)] == [1, 2, 3, 4, 5, 1]
-    envs.close()
 
 
 def test_stoix_s_metrics_of_a_game_are_its_score_over_all_lives(ale, make):

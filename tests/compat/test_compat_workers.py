@@ -6,9 +6,8 @@ import importlib
 
 import gymnasium
 import pytest
-from support import probe
 
-from jaxvec.compat import brax, cleanba, envpool, gymnax
+from jaxvec.compat import brax, envpool, gymnax
 from jaxvec.compat.gymnasium import AsyncVectorEnv, vector_entry_point
 
 CARTPOLE, ATARI = "CartPole-v1", "Breakout-v5"
@@ -43,11 +42,6 @@ def envpool_api(task):
     return envs, envs.vector_env
 
 
-def cleanba_api(task):
-    envs = cleanba.make_env(task, seed=1, num_envs=1)()
-    return envs, probe.adapted_pool(envs)
-
-
 def stoix_api(task):
     pytest.importorskip("stoa", reason="stoa-env is not installed")
     envs = importlib.import_module("jaxvec.compat.stoix").EnvFactory(task)(1)
@@ -65,8 +59,8 @@ def brax_api(task):
 
 
 CASES = [
-    *[(start, ATARI) for start in (envpool_api, cleanba_api, stoix_api)],
-    *[(start, CARTPOLE) for start in (envpool_api, cleanba_api, stoix_api, gymnax_api, brax_api)],
+    *[(start, ATARI) for start in (envpool_api, stoix_api)],
+    *[(start, CARTPOLE) for start in (envpool_api, stoix_api, gymnax_api, brax_api)],
     *[(start, CARTPOLE) for start in (gymnasium_class, gymnasium_entry_point, gymnasium_spec)],
     (stable_baselines3, CARTPOLE),
 ]

@@ -83,23 +83,6 @@ class Checkout:
         return block
 
 
-CLEANBA = Checkout(
-    "vwxyzjn/cleanba",
-    "d1f8979c33e4e1c3d4e67f460afcebb42b6889d4",
-    (
-        "jax==0.10.2",
-        "flax==0.12.8",
-        "optax==0.2.8",
-        "gym==0.23.1",
-        "tyro==1.0.17",
-        "rich",
-        "tensorboardX",
-        "ale-py",
-        "opencv-python-headless",
-    ),
-    "cleanba/cleanba_ppo.py",
-    "gymnax.md",
-)
 CLEANRL = Checkout(
     "vwxyzjn/cleanrl",
     "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
@@ -187,7 +170,7 @@ STOIX = Checkout(
     "stoix/utils/make_env.py",
     "gymnax.md",
 )
-ALL = (CLEANBA, CLEANRL, GYMNASIUM, PUREJAXQL, PUREJAXRL, STABLE_BASELINES3, STOIX)
+ALL = (CLEANRL, GYMNASIUM, PUREJAXQL, PUREJAXRL, STABLE_BASELINES3, STOIX)
 
 
 def _installed(distribution: str) -> bool:

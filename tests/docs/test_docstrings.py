@@ -47,7 +47,6 @@ NEEDS = {
     "jaxvec.adapters.pettingzoo": ["pettingzoo", "mpe2"],
     "jaxvec.adapters.replay": ["box2d"],
     "jaxvec.compat.brax.wrap": ["brax"],
-    "jaxvec.compat.bridges": ["gxm", "gymnax"],
     "jaxvec.compat.stable_baselines3": ["stable-baselines3"],
     "jaxvec.compat.stoix": ["stoa-env"],
     "jaxvec.ports.as_port": ["gymnax"],

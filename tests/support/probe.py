@@ -176,8 +176,3 @@ def committed_rows(env_slice: Any) -> Any:
 def slots(env_slice: Any) -> Any:
     """Returns the `SlotEnvs` of an `EnvSlice`."""
     return env_slice.slots
-
-
-def adapted_pool(envs: Any) -> Any:
-    """Returns the pool inside the vector env of a compatibility API."""
-    return envs._envs
