@@ -12,7 +12,7 @@ from jaxvec._errors import EnvError
 from jaxvec._results import TimeStep, select
 from jaxvec._spec import STATISTICS
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks._family import EnvFamily
+from jaxvec.compat._family import EnvFamily
 
 
 class PooledEnv:

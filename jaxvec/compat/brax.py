@@ -26,9 +26,9 @@ from gymnasium import Space, spaces
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._results import TimeStep
 from jaxvec._util import import_optional
-from jaxvec.callbacks._family import EnvFamily
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat._base import PooledEnv
+from jaxvec.compat._family import EnvFamily
 
 __all__ = ["Env", "make", "wrap"]
 

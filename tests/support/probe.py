@@ -53,12 +53,12 @@ from jaxvec._workers import supervisor as supervisor_module
 from jaxvec._workers.fair_locks import FairLocks
 from jaxvec._workers.supervisor import Supervisor
 from jaxvec.callbacks import _call, _ffi, _io_callback, _operands, _primitive
-from jaxvec.callbacks._family import EnvFamily
 from jaxvec.callbacks._functions import bind_reset, fresh_handle
 from jaxvec.callbacks._packing import Packing
 from jaxvec.cli import _main
 from jaxvec.cli._main import main
 from jaxvec.compat import _spaces
+from jaxvec.compat._family import EnvFamily
 
 
 def _pool(envs: jaxvec.VectorEnv | Pool) -> Pool:
