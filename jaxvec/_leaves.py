@@ -23,6 +23,7 @@ from gymnasium import Space, spaces
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 
 from jaxvec._errors import UnsupportedSpaceError
+from jaxvec._settings import check_count
 
 KeyPath: TypeAlias = tuple[Any, ...]
 DtypePolicy: TypeAlias = Callable[[np.dtype[Any]], np.dtype[Any]]
@@ -263,10 +264,8 @@ def _flatten_sizes(given: Any, prefix: str) -> Iterator[tuple[str, int | Cut]]:
         if isinstance(value, Mapping):
             yield from _flatten_sizes(value, f"{name}/")
             continue
-        size: Any = value.size if isinstance(value, Cut) else value
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"max_sizes[{name!r}] must be an integer of at least 1, or a Cut, not {value!r}")
-        yield name, Cut(int(size)) if isinstance(value, Cut) else int(size)
+        size = check_count(f"max_sizes[{name!r}]", value.size if isinstance(value, Cut) else value, 1)
+        yield name, Cut(size) if isinstance(value, Cut) else size
 
 
 def walk(

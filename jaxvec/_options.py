@@ -18,12 +18,11 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._leaves import MaxSizes
-from jaxvec._settings import Config, check_choice, config
+from jaxvec._settings import Config, check_choice, check_count, config
 from jaxvec._spec import Autoreset, declarations, parse_autoreset
 from jaxvec._util import can_bind
 
@@ -35,13 +34,6 @@ if TYPE_CHECKING:
     from jaxvec._pool.pool import Pool
     from jaxvec._spec import PoolSpec
     from jaxvec._workers.backend import Backend
-
-
-def check_count(name: str, value: Any, least: int) -> int:
-    """Returns an integer, which may be one of NumPy, as Python's."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-    return int(value)
 
 
 # --- Subsystems beside the core --------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""`jaxvec.config`: the settings of the process."""
+"""`jaxvec.config`: the settings of the process, and checks of choices and counts."""
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,6 +13,23 @@ from typing import Any, Literal, TypeAlias, get_args
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
+
+
+def check_count(name: str, value: Any, least: int, num_envs: int | None = None) -> int:
+    """Returns an integer of at least `least`, which may be one of NumPy, as Python's.
+
+    With `num_envs`, it must not be larger. Raises `ValueError`, also for a bool.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        is_valid = False
+    else:
+        is_valid = not isinstance(value, bool) and least <= count and (num_envs is None or count <= num_envs)
+    if is_valid:
+        return count
+    bounds = f"of at least {least}" if num_envs is None else f"from {least} to num_envs ({num_envs})"
+    raise ValueError(f"{name} must be an integer {bounds}, not {value!r}")
 
 
 Transport: TypeAlias = Literal["auto", "ffi", "io_callback"]

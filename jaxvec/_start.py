@@ -25,6 +25,7 @@ from jaxvec._memory.segment import CopyToDevice, split_evenly
 from jaxvec._options import PoolConfig
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
+from jaxvec._settings import check_count
 from jaxvec._spec import Autoreset, declarations, make_spec
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.backend import Backend
@@ -165,20 +166,14 @@ def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> in
     num_workers = config.num_workers
     if num_workers is None:
         return backend.num_workers(num_instances, config.timeouts.start)
-    if num_workers > num_instances:
-        raise ValueError(
-            f"num_workers must be an integer from 1 to num_envs ({num_instances}), not {num_workers!r}"
-        )
-    return num_workers
+    return check_count("num_workers", num_workers, 1, num_instances)
 
 
 def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
     batch_size = config.batch_size
     if batch_size is None:
         return num_envs
-    is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)  # pyright: ignore
-    if not is_integer or not 1 <= batch_size <= num_envs:
-        raise ValueError(f"batch_size must be an integer from 1 to num_envs ({num_envs}), not {batch_size!r}")
+    batch_size = check_count("batch_size", batch_size, 1, num_envs)
     if batch_size < num_envs and config.envs_per_instance is not None:
         raise ValueError(
             f"batch_size {batch_size} is below num_envs ({num_envs}), but batched envs step all at once; "

@@ -23,6 +23,8 @@ from threading import get_native_id
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
+from jaxvec._settings import check_count
+
 _NO_SPAN = nullcontext()
 _FIRST_PID = 1_000_000  # above the process ids in traces of jax.profiler, so that both can be shown together
 
@@ -133,8 +135,7 @@ def tracing(
         raise IsADirectoryError(f"{path} is a folder; name a file in it, such as {path / 'pool.json'}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"can't write {path}: there is no folder {path.parent}; make it first")
-    if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"max_events must be an integer of at least 1, not {max_events!r}")
+    max_events = check_count("max_events", max_events, 1)
     epoch_ns, began_ns = _now()
     start(max_events)
     try:

@@ -5,7 +5,6 @@ Each method checks its arguments, and calls the `Pool` of `_pool/pool.py`, which
 
 from __future__ import annotations
 
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from jaxvec._leaves import limit
 from jaxvec._memory.segment import CopyToDevice, copies, placed, views
 from jaxvec._pool.pool import Pool
 from jaxvec._results import EnvState, TimeStep
+from jaxvec._settings import check_count
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._util import run_in_thread
@@ -273,7 +273,7 @@ class VectorEnv:
             ```
         """
         if at_least is not None:
-            at_least = _check_at_least(at_least, self.num_envs)
+            at_least = check_count("at_least", at_least, 1, self.num_envs)
         # With `device`, results are copied there in any case.
         deliver = self._deliver if copy else self._placed or views
         move = self._pool.move_all(Verb.RECV, Caller.HOST)
@@ -730,16 +730,6 @@ def _to_bytes(data: Any) -> bytes:
             f"the array: {type(data).__name__} can't be converted to bytes: {error}; pass an array of "
             "pack_states"
         ) from error
-
-
-def _check_at_least(at_least: Any, num_envs: int) -> int:
-    try:
-        count = 0 if isinstance(at_least, bool) else operator.index(at_least)
-    except TypeError:
-        count = 0
-    if not 1 <= count <= num_envs:
-        raise ValueError(f"at_least must be an integer from 1 to num_envs ({num_envs}), not {at_least!r}")
-    return count
 
 
 def pool_of(envs: VectorEnv) -> Pool:

@@ -46,7 +46,8 @@ from jaxvec._envs.envs import (
 from jaxvec._envs.slice import Slice
 from jaxvec._leaves import union
 from jaxvec._memory.large_buffers import map_again
-from jaxvec._options import PoolConfig, check_count
+from jaxvec._options import PoolConfig
+from jaxvec._settings import check_count
 from jaxvec._spec import EnvSpaces
 from jaxvec._util import install_command
 

@@ -17,10 +17,10 @@ from typing import Any, Self, final
 import jax
 
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
-from jaxvec._options import check_count
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._results import TimeStep
+from jaxvec._settings import check_count
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks import _functions
 from jaxvec.callbacks._handle import Handle
