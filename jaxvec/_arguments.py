@@ -247,22 +247,17 @@ def _as_value_error() -> Generator[None]:
 def cast_operands(spec: PoolSpec, arrays: Sequence[NDArray[Any]], name_row: RowName) -> list[NDArray[Any]]:
     """Returns the leaves of actions and, if given, reset options of a program, cast by `cast_rows`.
 
-    Raises `TypeError` for operands that no function of jaxvec has checked.
+    Shapes were checked when the program was traced, by `check_action` and `check_options`, and the transport
+    passes arrays of the traced types only.
     """
     num_actions = len(spec.action_leaves)
-    leaves_of_call = [*spec.action_leaves, *(spec.option_leaves if len(arrays) > num_actions else ())]
-    pairs = [*zip(leaves_of_call, arrays, strict=False)]
-    fits = len(leaves_of_call) == len(arrays)
-    if not fits or any(
-        each.shape[1:] != leaf.shape or not castable(each.dtype, leaf) for leaf, each in pairs
-    ):
-        got = [f"{array.dtype} {array.shape}" for array in arrays]
-        raise TypeError(f"the operands {got} do not match the pool's actions and reset options")
-    found = [cast_rows(*each, name_row) for each in pairs[:num_actions]]
-    if len(pairs) > num_actions:
+    actions = zip(spec.action_leaves, arrays[:num_actions], strict=True)
+    cast = [cast_rows(leaf, array, name_row) for leaf, array in actions]
+    if len(arrays) > num_actions:
+        options = zip(spec.option_leaves, arrays[num_actions:], strict=True)
         with _as_value_error():
-            found += [cast_rows(*each, name_row) for each in pairs[num_actions:]]
-    return found
+            cast += [cast_rows(leaf, array, name_row) for leaf, array in options]
+    return cast
 
 
 def _check_batch(

@@ -183,7 +183,11 @@ def _serve(
 
 
 def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Checks the buffers, as `Pool::step` in C++ does for the calls that it handles."""
+    """Checks that XLA passes what the call was traced with.
+
+    C++ checks the calls that it handles by `Engine::fits`. The other checks of operands are those of the
+    functions for programs, when they are traced.
+    """
     got = [(buffer.dtype, buffer.shape) for buffer in buffers]
     expected = [(each.dtype, each.shape) for each in types]
     if got != expected:
