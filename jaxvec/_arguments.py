@@ -34,13 +34,13 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
         first = _index(seed)
         seeds: list[int | None] = [first + i for i in range(num_envs)]
     else:
-        seeds = [None if one is None else _index(one) for one in seed]
+        seeds = [None if env_seed is None else _index(env_seed) for env_seed in seed]
         if len(seeds) != num_envs:
             raise ValueError(f"seed: got {len(seeds)} seeds for {num_envs} envs; pass one, or one per env")
-    for env_id, one in enumerate(seeds):
-        if one is not None and not 0 <= one <= _MAX_SEED:
-            raise ValueError(_out_of_range(one, env_id))
-    return np.array([NO_SEED if one is None else one for one in seeds], np.int64)
+    for env_id, env_seed in enumerate(seeds):
+        if env_seed is not None and not 0 <= env_seed <= _MAX_SEED:
+            raise ValueError(_out_of_range(env_seed, env_id))
+    return np.array([NO_SEED if env_seed is None else env_seed for env_seed in seeds], np.int64)
 
 
 def derive_seeds(seed: int, *numbers: int) -> int:
@@ -89,19 +89,19 @@ def expand_options(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
     if options is None:
         return None
     if isinstance(options, Mapping):
-        given: list[Any] = [dict(options)] * len(slots)
+        dicts: list[Any] = [dict(options)] * len(slots)
     elif isinstance(options, Sequence) and not isinstance(options, (str, bytes)):
-        given = list(options)
+        dicts = list(options)
     else:
         raise TypeError(f"options must be a dict, or one for each env, not {type(options).__name__}")
-    if len(given) != len(slots):
-        raise ValueError(f"options: got {len(given)} dicts for {len(slots)} envs; pass one, or one per env")
-    each: list[dict[str, Any] | None] = [None] * num_envs
-    for slot, one in zip(slots.tolist(), given, strict=True):
-        if one is not None and not isinstance(one, Mapping):
-            raise TypeError(f"options of env {slot} must be a dict or None, not {type(one).__name__}")
-        each[slot] = None if one is None else dict(one)
-    return tuple(each)
+    if len(dicts) != len(slots):
+        raise ValueError(f"options: got {len(dicts)} dicts for {len(slots)} envs; pass one, or one per env")
+    of_envs: list[dict[str, Any] | None] = [None] * num_envs
+    for slot, env_options in zip(slots.tolist(), dicts, strict=True):
+        if env_options is not None and not isinstance(env_options, Mapping):
+            raise TypeError(f"options of env {slot} must be a dict or None, not {type(env_options).__name__}")
+        of_envs[slot] = None if env_options is None else dict(env_options)
+    return tuple(of_envs)
 
 
 def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs: int) -> Options:
@@ -110,17 +110,18 @@ def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs
     The other envs keep their options, because an earlier reset of them may not have started yet.
     """
     nothing = (None,) * num_envs
-    given, after = options or nothing, list(held or nothing)
+    new_options = options or nothing
+    after = list(held or nothing)
     for slot in slots.tolist():
-        after[slot] = given[slot]
-    return None if all(one is None for one in after) else tuple(after)
+        after[slot] = new_options[slot]
+    return None if all(env_options is None for env_options in after) else tuple(after)
 
 
 def options_changed(before: Options, after: Options, first: int, stop: int) -> bool:
     """Returns True if envs `first` to `stop - 1` have other dicts, compared by identity, in `after`."""
     nothing = (None,) * stop
     pairs = zip((before or nothing)[first:stop], (after or nothing)[first:stop], strict=True)
-    return any(one is not other for one, other in pairs)
+    return any(old is not new for old, new in pairs)
 
 
 def select_options(options: Options, first: int, stop: int) -> Options:
@@ -146,7 +147,7 @@ def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]
         got = len(action) if isinstance(action, (tuple, list)) else type(action).__name__
         raise ActionError(f"{format_path(node.path)}: expected a tuple of {len(node.children)}, got {got}")
     pairs = zip(node.children, node.split(action), strict=True)
-    return [found for child, part in pairs for found in flatten(child, part, check)]
+    return [value for child, part in pairs for value in flatten(child, part, check)]
 
 
 # Returns the name of a row of a batch for an error, such as "env 3".
@@ -173,7 +174,8 @@ def cast_rows(
         place = find_first(stored != array) if is_checked else None
     if place is None:
         return stored
-    row, value = place * len(array) // array.size, array.flat[place].item()
+    row = place * len(array) // array.size
+    value = array.flat[place].item()
     raise ActionError(f"{leaf}: {value} for {name_row(row)} doesn't fit into {leaf.stored}")
 
 
@@ -231,8 +233,8 @@ def check_options(
     if spec.reset_options is None:
         raise TypeError("reset_options: declare them with make(reset_options=spaces.Dict(...)) first")
     with _as_value_error():
-        found = _check_batch(spec.reset_options, options, num_envs, name_row, conversion, one_for_all=True)
-        return [*found, conversion.as_array(np.ones(num_envs, np.bool_))]
+        columns = _check_batch(spec.reset_options, options, num_envs, name_row, conversion, one_for_all=True)
+        return [*columns, conversion.as_array(np.ones(num_envs, np.bool_))]
 
 
 @contextmanager
@@ -299,7 +301,7 @@ def _check_batch(
                 f"got {len(batch)}"
             )
         samples = [_take_apart(node, number, sample) for number, sample in enumerate(batch)]
-        return [check(leaf, [each[i] for each in samples]) for i, leaf in enumerate(leaves(node))]
+        return [check(leaf, [sample[i] for sample in samples]) for i, leaf in enumerate(leaves(node))]
     return flatten(node, batch, check)
 
 
@@ -319,8 +321,8 @@ def _objects(leaf: Leaf, value: Any, num_envs: int) -> NDArray[Any]:
         got = type(value).__name__
         raise ActionError(f"{leaf}: expected a tuple or list of {num_envs} values, one per env, got {got}")
     array = np.empty(num_envs, object)
-    for row, one in enumerate(value):
-        array[row] = one
+    for row, item in enumerate(value):
+        array[row] = item
     return array
 
 

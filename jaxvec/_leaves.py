@@ -144,9 +144,13 @@ def fold_space(
     fold = partial(fold_space, leaf=leaf, make_dict=make_dict, make_tuple=make_tuple)
     match space:
         case spaces.Dict():
-            return make_dict({key: fold(one, root=(*root, key)) for key, one in space.spaces.items()}, root)
+            return make_dict(
+                {key: fold(subspace, root=(*root, key)) for key, subspace in space.spaces.items()}, root
+            )
         case spaces.Tuple():
-            return make_tuple([fold(one, root=(*root, i)) for i, one in enumerate(space.spaces)], root)
+            return make_tuple(
+                [fold(subspace, root=(*root, i)) for i, subspace in enumerate(space.spaces)], root
+            )
         case _:
             return leaf(space, root)
 
@@ -171,7 +175,7 @@ def union(a: Any, b: Any) -> Any:
             merged.start = np.minimum(a.start, b.start)
             merged.nvec = np.maximum(a.start + a.nvec, b.start + b.nvec) - merged.start
         case spaces.Dict() if a.keys() == b.keys():
-            merged.spaces = {key: union(each, b[key]) for key, each in a.spaces.items()}
+            merged.spaces = {key: union(subspace, b[key]) for key, subspace in a.spaces.items()}
             return None if None in merged.spaces.values() else merged
         case spaces.Tuple() if len(a) == len(b):
             merged.spaces = tuple(map(union, a.spaces, b.spaces))
@@ -226,7 +230,8 @@ class MaxSizes:
     def __init__(self, given: Any, default: int | None = None) -> None:
         self._given = dict(_flatten_sizes(given, ""))
         self._default = default
-        self._unused, self._known = set(self._given), set[str]()
+        self._unused = set(self._given)
+        self._known = set[str]()
 
     def find(self, path: KeyPath, space: Space[Any], own: int | None = None) -> tuple[int, bool]:
         """Returns the maximum at a path, and whether longer values are cut; `own` is that of the space."""
@@ -324,7 +329,8 @@ def _padded(space: Space[Any], path: KeyPath, policy: DtypePolicy, sizes: MaxSiz
     def scalar(key: str, dtype: Any = np.int32) -> Leaf:
         return Leaf((*path, key), (), np.dtype(dtype), np.dtype(dtype))
 
-    item, cut = None, False
+    item = None
+    cut = False
     parts: dict[str, Node]
     match space:
         case spaces.Sequence():
@@ -333,9 +339,12 @@ def _padded(space: Space[Any], path: KeyPath, policy: DtypePolicy, sizes: MaxSiz
             item = inside(space.feature_space, root=(*path, "items"))
             parts = {"items": _with_axis(item, size), "length": scalar("length")}
         case spaces.Graph():
-            kind, parts = "graph", {}
+            kind = "graph"
+            parts = {}
             fields = {"nodes": space.node_space, "edges": space.edge_space}
-            for key, features in ((key, one) for key, one in fields.items() if one is not None):
+            for key, features in fields.items():
+                if features is None:
+                    continue
                 size, cuts = sizes.find((*path, key), space, getattr(space, f"max_{key}", None))
                 cut |= cuts
                 parts[key] = _with_axis(inside(features, root=(*path, key)), size)
@@ -343,14 +352,15 @@ def _padded(space: Space[Any], path: KeyPath, policy: DtypePolicy, sizes: MaxSiz
                     parts["edge_links"] = replace(scalar("edge_links"), shape=(size, 2))
                 parts[f"n_{key[:-1]}"] = scalar(f"n_{key[:-1]}")
         case spaces.OneOf():
-            kind, root = "one_of", (*path, "values")
-            choices = (inside(each, root=(*root, place)) for place, each in enumerate(space.spaces))
+            kind = "one_of"
+            root = (*path, "values")
+            choices = (inside(choice, root=(*root, place)) for place, choice in enumerate(space.spaces))
             parts = {"index": scalar("index"), "values": TupleNode(root, tuple(choices))}
         case _ if space.dtype is not None and space.dtype.kind == "U":  # such as `Text`
             kind = "text"
             size, cut = sizes.find(path, space, getattr(space, "max_length", None))
             charset = getattr(space, "character_set", None)
-            is_latin1 = charset is not None and all(ord(each) < 256 for each in charset)
+            is_latin1 = charset is not None and all(ord(character) < 256 for character in charset)
             chars = scalar("chars", np.uint8 if is_latin1 else np.int32)
             parts = {"chars": replace(chars, shape=(size,)), "length": scalar("length")}
         case _:
@@ -403,7 +413,9 @@ def limit(space: Space[Any], node: Any) -> Any:
     limited: Any = copy(space)
     match limited:
         case spaces.Dict():
-            limited.spaces = {key: limit(each, node.child(key)) for key, each in limited.spaces.items()}
+            limited.spaces = {
+                key: limit(subspace, node.child(key)) for key, subspace in limited.spaces.items()
+            }
         case spaces.Tuple():
             limited.spaces = tuple(map(limit, limited.spaces, node.children))
         case spaces.OneOf():
@@ -495,7 +507,8 @@ def _check_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: Key
     """Rejects `Discrete` and `MultiDiscrete` spaces with elements that would overflow the stored dtype."""
     match space:
         case spaces.Discrete():
-            low, high = int(space.start), int(space.start) + int(space.n) - 1
+            low = int(space.start)
+            high = int(space.start) + int(space.n) - 1
         case spaces.MultiDiscrete() if space.nvec.size:
             low = int(space.start.min())
             high = int((space.start.astype(object) + space.nvec.astype(object)).max()) - 1

@@ -109,7 +109,7 @@ def select(ended: Any, final: Any, new: Any, name: str) -> Any:
     The leaves, nested in dicts and tuples, are arrays of NumPy or JAX. `name` is that of `new` in errors.
     """
     if isinstance(new, dict) and isinstance(final, dict) and final.keys() == new.keys():
-        return {key: select(ended, final[key], each, f"{name}[{key!r}]") for key, each in new.items()}
+        return {key: select(ended, final[key], value, f"{name}[{key!r}]") for key, value in new.items()}
     if isinstance(new, tuple) and isinstance(final, tuple) and len(final) == len(new):
         pairs = enumerate(zip(final, new, strict=True))
         make: Any = getattr(type(new), "_make", tuple)  # a namedtuple's
@@ -118,13 +118,13 @@ def select(ended: Any, final: Any, new: Any, name: str) -> Any:
 
 
 def _select_leaf(ended: Any, final: Any, new: Any, name: str) -> Any:
-    kinds = [(getattr(each, "dtype", type(each).__name__), np.shape(each)) for each in (final, new)]
+    kinds = [(getattr(value, "dtype", type(value).__name__), np.shape(value)) for value in (final, new)]
     if kinds[0] != kinds[1] or not hasattr(new, "dtype"):
         raise ValueError(
             f"last_obs: {name} is {kinds[1]}, but its final value {kinds[0]}; read last_obs before you "
             "replace obs or info, and apply the same function to it"
         )
-    others = [each for each in (ended, final, new) if not isinstance(each, np.ndarray | np.generic)]
+    others = [value for value in (ended, final, new) if not isinstance(value, np.ndarray | np.generic)]
     numpy: Any = others[0].__array_namespace__() if others else np  # without an import of JAX
     return numpy.where(ended.reshape(*ended.shape, *[1] * (final.ndim - ended.ndim)), final, new)
 

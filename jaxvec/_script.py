@@ -76,7 +76,8 @@ def dumps_with_main(value: Any, large: list[pickle.PickleBuffer] | None = None) 
             except Exception:  # few envs evaluate annotations, so this may stop none
                 hints[name] = b""
     attributes = {name: vars(main).get(name) for name in ("__name__", "__doc__", "__package__")}
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    spec = getattr(main, "__spec__", None)
+    file = getattr(main, "__file__", None)
     loader = _Loader(attributes, spec and spec.name, file, _has_guard(file), hints, pickled, large or ())
     return pickle.dumps(loader, 5, buffer_callback=lambda _: False)
 
@@ -92,7 +93,9 @@ class _MainPickler(WorkerPickler):
 
     def __init__(self, buffer: io.BytesIO, main: ModuleType, in_hints: set[str], keeps: Any) -> None:
         super().__init__(buffer, 5, buffer_callback=keeps)
-        self._main, self._names, self._in_hints = main.__name__, vars(main), in_hints
+        self._main = main.__name__
+        self._names = vars(main)
+        self._in_hints = in_hints
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
@@ -101,7 +104,8 @@ class _MainPickler(WorkerPickler):
         make, args, state, *_, complete = reduced
         if isinstance(obj, FunctionType) and obj.__globals__ is self._names:
             code, _, *others = args
-            make, args = _make_function, (code, *others)
+            make = _make_function
+            args = (code, *others)
         if obj.__module__ == self._main:
             self._collect(obj)
         name = obj.__name__ if self._names.get(obj.__qualname__) is obj else None
@@ -213,7 +217,7 @@ def _complete(obj: Any, state: tuple[Any, Any, str | None]) -> Any:
     if isinstance(obj, FunctionType) and obj.__globals__ is names:
         # Other values are newer: `Workers(init=...)` has run before the constructors are unpickled.
         new = attributes[1]["__globals__"].items()
-        attributes[1]["__globals__"] = {each: value for each, value in new if each not in names}
+        attributes[1]["__globals__"] = {key: value for key, value in new if key not in names}
     complete(obj, attributes)
     if name is not None:
         names.setdefault(name, obj)

@@ -90,14 +90,14 @@ class Config:
 
 
 def _from_environ() -> Config:
-    given: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for name, allowed in _SETTINGS.items():
         variable = f"JAXVEC_{name.upper()}"
         if text := os.environ.get(variable, "").lower():
             values = {str(value).lower(): value for value in allowed}
             check_choice(variable, text, tuple(values))
-            given[name] = values[text]
-    return Config(**given)
+            chosen[name] = values[text]
+    return Config(**chosen)
 
 
 config: Config = _from_environ()

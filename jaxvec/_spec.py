@@ -171,8 +171,8 @@ class PoolSpec:
         It ignores `num_envs`, except with `batch_size`, because a handle may be to only some of the envs.
         """
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
-        given = (getattr(spec, field.name) for field in fields(spec))
-        values = tuple(value for value in given if value is not None)
+        field_values = (getattr(spec, field.name) for field in fields(spec))
+        values = tuple(value for value in field_values if value is not None)
         return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
     def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -299,14 +299,14 @@ def declarations(info: Mapping[str, Any] | Iterable[str] | None) -> dict[str, An
         raise TypeError(f"info must be a dict or a list of keys, not the string {info!r}; use [{info!r}]")
     if not isinstance(info, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"info must be a dict or a list of keys, not {info!r}")
-    given = dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
-    for key in given:
+    declared = dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
+    for key in declared:
         if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"info: the key {key!r} is no str, as programs need; rename it in a wrapper, or read it with "
                 "VectorEnv.infos()"
             )
-    return given
+    return declared
 
 
 def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: MaxSizes | None) -> Node:
@@ -318,9 +318,13 @@ def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: 
             raise UnsupportedSpaceError(
                 f"{format_path(path)}: a dict needs strings as keys, and at least one, not {[*nested]}"
             )
-        children = tuple(_declared_node((*path, key), each, policy, sizes) for key, each in nested.items())
+        children = tuple(
+            _declared_node((*path, key), nested_declaration, policy, sizes)
+            for key, nested_declaration in nested.items()
+        )
         return DictNode(path, tuple(nested), children)
-    shape, dtype = getattr(declaration, "shape", None), getattr(declaration, "dtype", None)
+    shape = getattr(declaration, "shape", None)
+    dtype = getattr(declaration, "dtype", None)
     # NumPy's scalar types have `shape` and `dtype` as descriptors, so types are always parsed.
     if isinstance(declaration, type) or shape is None or dtype is None:
         try:

@@ -55,7 +55,8 @@ def read_process(pid: int) -> ProcessStats | None:
     with suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(status[19]) / _TICKS
-        descriptors, threads = len(os.listdir(f"/proc/{pid}/fd")), int(status[17])
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        threads = int(status[17])
         shares = sum(map(_proportional_memory, family))
         return ProcessStats(pid, memory_of(family), shares, descriptors, threads, len(family) - 1, age)
     return None
@@ -63,12 +64,12 @@ def read_process(pid: int) -> ProcessStats | None:
 
 def family_of(pid: int) -> list[int]:
     """Returns a process, its child processes, and their child processes."""
-    found = [pid]
-    for each in found:  # which grows
+    family = [pid]
+    for member in family:  # which grows
         with suppress(OSError):
-            for thread in os.listdir(f"/proc/{each}/task"):
-                found += map(int, Path(f"/proc/{each}/task/{thread}/children").read_text().split())
-    return found
+            for thread in os.listdir(f"/proc/{member}/task"):
+                family += map(int, Path(f"/proc/{member}/task/{thread}/children").read_text().split())
+    return family
 
 
 def memory_of(pids: Sequence[int]) -> int:
@@ -171,10 +172,10 @@ def read(
     rows: NDArray[np.int64], restarts: Sequence[int], processes: Sequence[ProcessStats | None]
 ) -> tuple[WorkerStats, ...]:
     """Returns the statistics in the workers' rows `[num_workers, WIDTH]`, with the counts of the parent."""
-    found: list[WorkerStats] = []
+    workers: list[WorkerStats] = []
     for row, restarted, process in zip(rows.tolist(), restarts, processes, strict=True):
         steps, episodes, resets, faults, step_ns, reset_ns, wait_ns, size, simulated = row[:PID]
         counts = steps, episodes, resets, faults, restarted, row[RECYCLED]  # in the order of the fields
         times = step_ns / 1e9, reset_ns / 1e9, wait_ns / 1e9
-        found.append(WorkerStats(*counts, *times, size, simulated, process))
-    return tuple(found)
+        workers.append(WorkerStats(*counts, *times, size, simulated, process))
+    return tuple(workers)

@@ -54,12 +54,12 @@ def can_bind() -> bool:
 
 def _cpu_quotas(proc: Path) -> Iterator[float]:
     """Yields the CPU quotas, in cores, of the cgroups of this process and of their parents."""
-    for each in _cgroups(proc, "cpu"):
+    for folder in _cgroups(proc, "cpu"):
         with suppress(OSError, ValueError):  # no quota at this level, or "max"
-            if (each / "cpu.max").exists():
-                quota, period = (each / "cpu.max").read_text().split()
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
             else:
-                quota, period = ((each / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             if int(quota) > 0:  # -1: none
                 yield int(quota) / int(period)
 
@@ -98,11 +98,11 @@ def _free_in(group: Path) -> Iterator[int]:
 
 def _numbers_of(file: Path) -> dict[str, int]:
     """Returns the numbers of a file with a name and a number per line, in bytes; empty without the file."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     with suppress(OSError):
         for name, number, *unit in map(str.split, file.read_text().splitlines()):
-            found[name] = int(number) * (1024 if unit == ["kB"] else 1)
-    return found
+            numbers[name] = int(number) * (1024 if unit == ["kB"] else 1)
+    return numbers
 
 
 def _cgroups(proc: Path, controller: str) -> Iterator[Path]:
@@ -119,9 +119,10 @@ def _cgroups(proc: Path, controller: str) -> Iterator[Path]:
             if version_1 or (kind == "cgroup2" and not controllers):
                 # Of a group outside the mounted part, only the group at the mount point, a container, can
                 # be read.
-                inside, mount_point = os.path.relpath(group, root), Path(point)
+                inside = os.path.relpath(group, root)
+                mount_point = Path(point)
                 folder = mount_point if inside.startswith("..") else mount_point / inside
-                yield from (each for each in (folder, *folder.parents) if each.is_relative_to(mount_point))
+                yield from (level for level in (folder, *folder.parents) if level.is_relative_to(mount_point))
 
 
 def install_command(extra: str) -> str:
@@ -141,12 +142,12 @@ def _packages(extra: str) -> list[str]:
     packages: list[str] = []
     for requirement in importlib.metadata.requires("jaxvec") or ():
         package, _, condition = requirement.partition(";")
-        found = re.search(r"""extra == ['"](.+?)['"]""", condition)
-        if extra != (found[1] if found else ""):
+        named_extra = re.search(r"""extra == ['"](.+?)['"]""", condition)
+        if extra != (named_extra[1] if named_extra else ""):
             continue
         nested = re.fullmatch(r"jaxvec\[(.+)\]", package.strip())  # an extra can include other extras
         parts = nested[1].split(",") if nested else []
-        packages += [each for part in parts for each in _packages(part)] or [package.strip()]
+        packages += [name for part in parts for name in _packages(part)] or [package.strip()]
     return packages
 
 
@@ -181,10 +182,10 @@ def check_versions(user: str, extra: str) -> None:
     with suppress(importlib.metadata.PackageNotFoundError):  # jaxvec itself may not be installed
         for requirement in _packages(extra):
             name, _, oldest = re.sub(r"\[.*\]|,.*", "", requirement).partition(">=")
-            for found in importlib.metadata.distributions(name=name):
-                if _numbers(found.version) < _numbers(oldest):
+            for installed in importlib.metadata.distributions(name=name):
+                if _numbers(installed.version) < _numbers(oldest):
                     raise ImportError(
-                        f"{user} needs {name} {oldest} or newer, but {found.version} is installed: "
+                        f"{user} needs {name} {oldest} or newer, but {installed.version} is installed: "
                         + install_command(extra)
                     )
 
@@ -273,10 +274,10 @@ def _code_of_file(
     construct: Callable[..., CodeType], args: tuple[Any, ...], filename: str, version: tuple[int, int]
 ) -> CodeType:
     if version != sys.version_info[:2]:
-        theirs, ours = (".".join(map(str, each)) for each in (version, sys.version_info[:2]))
+        pickled_by, running = (".".join(map(str, numbers)) for numbers in (version, sys.version_info[:2]))
         raise TypeError(
-            f"a function or class of {filename} is code of Python {theirs}, but this process has {ours}. "
-            'Put it in a module that both can import; an env can be passed as "module:attribute"'
+            f"a function or class of {filename} is code of Python {pickled_by}, but this process has "
+            f'{running}. Put it in a module that both can import; an env can be passed as "module:attribute"'
         )
     return construct(*args).replace(co_filename=filename)
 
@@ -308,11 +309,11 @@ _incomplete: set[type] = set()  # classes that were made here and whose attribut
 
 def _make_class(make: Callable[..., type], *args: Any) -> type:
     number = args[-2]  # by which cloudpickle finds the class, for both its classes and its enums
-    found: type | None = _private._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
-    if found is None:
-        found = make(*args)
-        _incomplete.add(found)
-    return found
+    known_class: type | None = _private._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
+    if known_class is None:
+        known_class = make(*args)
+        _incomplete.add(known_class)
+    return known_class
 
 
 def _complete_class(kind: type, state: tuple[Callable[..., type], Any]) -> type:

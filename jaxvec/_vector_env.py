@@ -89,7 +89,7 @@ def _in_program() -> bool:
 def _is_traced(values: Any) -> bool:
     """Returns True if arguments contain a traced array of JAX, which this module does not import."""
     jax: Any = sys.modules.get("jax")
-    return jax is not None and any(isinstance(each, jax.core.Tracer) for each in jax.tree.leaves(values))
+    return jax is not None and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 @final
@@ -561,13 +561,13 @@ class VectorEnv:
         """
         _arguments.check_name(name)
         slots = _arguments.check_indices(indices, self.num_envs)
-        each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
-        if len(each) != len(slots):
+        of_envs: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
+        if len(of_envs) != len(slots):
             raise ValueError(
-                f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one per env. To "
-                f"set the list itself as the value, pass [{values!r}] * {len(slots)}"
+                f"set_attr: got {len(of_envs)} values for {len(slots)} envs; pass one value, or one per env. "
+                f"To set the list itself as the value, pass [{values!r}] * {len(slots)}"
             )
-        self._pool.env_calls.set_attr(slots, name, each)
+        self._pool.env_calls.set_attr(slots, name, of_envs)
 
     def render(self, *, indices: Any = None) -> Any:
         """Returns each env's frame: an array `[num_envs, H, W, 3]` if all have the same shape, else a tuple.
@@ -626,7 +626,8 @@ class VectorEnv:
             ```
         """
         pool = self._pool
-        start, stop = pool.start_trace, pool.stop_trace
+        start = pool.start_trace
+        stop = pool.stop_trace
         return _tracing.tracing(start, stop, path, self._slices, pool_id=pool.id, max_events=max_events)
 
     def raise_if_failed(self) -> None:
@@ -715,8 +716,10 @@ class VectorEnv:
     ) -> tuple[Any, ...]:
         _arguments.check_name(name)
         slots = _arguments.check_indices(indices, self.num_envs)
-        each = [args] * len(slots)
-        return tuple(self._pool.env_calls.call(Move(verb, slots), name, each, kwargs, on_started=on_started))
+        of_envs = [args] * len(slots)
+        return tuple(
+            self._pool.env_calls.call(Move(verb, slots), name, of_envs, kwargs, on_started=on_started)
+        )
 
 
 def _to_bytes(data: Any) -> bytes:

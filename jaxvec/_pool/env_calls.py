@@ -57,8 +57,8 @@ class EnvCalls:
             full = np.sort(slots[kinds == InfoKind.FULL])
 
             def arguments(first: int, stop: int) -> tuple[list[int]] | None:
-                mine = full[(first <= full) & (full < stop)].tolist()
-                return (mine,) if mine else None
+                full_here = full[(first <= full) & (full < stop)].tolist()
+                return (full_here,) if full_here else None
 
             if full.size:
                 infos.update(zip(full.tolist(), _flatten(self.request("infos_of", arguments)), strict=True))
@@ -129,8 +129,8 @@ class EnvCalls:
         by_slot = dict(zip(slots.tolist(), values, strict=True))
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
-            mine = [slot for slot in range(first, stop) if slot in by_slot]
-            return (mine, [by_slot[slot] for slot in mine], *more) if mine else None
+            slots_here = [slot for slot in range(first, stop) if slot in by_slot]
+            return (slots_here, [by_slot[slot] for slot in slots_here], *more) if slots_here else None
 
         return self.request(name, arguments)
 
@@ -164,13 +164,13 @@ class EnvCalls:
         The caller's handle becomes stale at once, and fresh again if the block fails. Otherwise a `send` or
         `recv` with this handle could start meanwhile: it names all envs, but waits only for those it needs.
         """
-        held = self.of_workers(move.slots)
+        concerned = self.of_workers(move.slots)
         with self._state.track(move, name):
-            with self._engine.exclusive(held):
+            with self._engine.exclusive(concerned):
                 if on_started is not None:
                     on_started()
                 self._state.enter(move)
-                self._engine.hold(held, alone=True)
+                self._engine.hold(concerned, alone=True)
                 last_caller = self._engine.last_caller
                 self._engine.advance(move)
             try:
@@ -183,4 +183,4 @@ class EnvCalls:
 
 def _flatten(answers: list[Any]) -> Iterator[Any]:
     """Yields the answers for single envs. The answer of a skipped worker is `None`."""
-    return itertools.chain.from_iterable(each for each in answers if each is not None)
+    return itertools.chain.from_iterable(answer for answer in answers if answer is not None)

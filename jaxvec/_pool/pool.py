@@ -134,9 +134,11 @@ class Pool:
         with self.engine.shared():
             if self.closed:
                 raise PoolClosedError(f"pool {self.id} is closed; call stats() before close()")
-            found = self.workers.processes() if processes else [None] * len(self.workers.restarts)
-            workers = _stats.read(self.views.stats, self.workers.restarts, found)
-            more = dict(itertools.chain.from_iterable(each.stats().items() for each in self._extensions))
+            processes_read = self.workers.processes() if processes else [None] * len(self.workers.restarts)
+            workers = _stats.read(self.views.stats, self.workers.restarts, processes_read)
+            more = dict(
+                itertools.chain.from_iterable(extension.stats().items() for extension in self._extensions)
+            )
             return Stats(workers, sum(workers, WorkerStats()), **more)
 
     def perform(self, move: Move, operands: Rows, deliver: Deliver = copies) -> list[Any]:
@@ -152,7 +154,7 @@ class Pool:
 
     def extension(self, kind: type[_Kind]) -> _Kind | None:
         """Returns the pool's extension of a class, if it has one."""
-        return next((each for each in self._extensions if isinstance(each, kind)), None)
+        return next((extension for extension in self._extensions if isinstance(extension, kind)), None)
 
     def generation(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
         """Returns the generations `[n]` that a fresh handle to `slots` contains."""
@@ -383,12 +385,15 @@ class Pool:
 
     def _changes_options(self, options: Options, slots: NDArray[Any]) -> bool:
         """Returns True if the workers may hold other reset options than these for some of `slots`."""
-        held = self._options
-        return options is not None or (held is not None and any(held[slot] is not None for slot in slots))
+        current = self._options
+        return options is not None or (
+            current is not None and any(current[slot] is not None for slot in slots)
+        )
 
     def _envs_to_reset(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
         """Returns the envs that a reset sends, in sending order. They are not pending any more."""
-        slots, sent = active.move.slots, self.pending_envs.sent
+        slots = active.move.slots
+        sent = self.pending_envs.sent
         if mask is None and len(slots) == self.spec.num_envs and len(sent):
             self.wait(active, sent, len(sent))
             self.pending_envs.note_received(sent)
@@ -414,13 +419,13 @@ class Pool:
         idle = ~self.pending_envs.in_flight[slots]  # the workers of pending envs may still read their seeds
         self.views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
         if declared:
-            mine = np.isin(slots, chosen)  # the workers of pending envs may be reading the others
-            self.views.write_options(slots[mine], [rows[mine] for rows in declared])
+            is_chosen = np.isin(slots, chosen)  # the workers of pending envs may be reading the others
+            self.views.write_options(slots[is_chosen], [rows[is_chosen] for rows in declared])
         if self._changes_options(options, chosen):
-            held = merge_options(self._options, options, chosen, self.spec.num_envs)
+            merged = merge_options(self._options, options, chosen, self.spec.num_envs)
             with self.state.breaking():
-                self.workers.set_options(held)
-            self._options = held
+                self.workers.set_options(merged)
+            self._options = merged
         if self.workers.env_settings is not None:
             self.workers.env_settings.reset(chosen, options)
         with self.state.breaking():
@@ -440,7 +445,8 @@ class Pool:
         at_least: int | None = None,
     ) -> MoveResult:
         """Starts a step, a send or a recv; waits for other threads if it must. See `Engine.move`."""
-        move, engine = active.move, self.engine
+        move = active.move
+        engine = self.engine
 
         def attempt() -> MoveResult:
             return engine.move(move, actions, env_ids, deliver=deliver, at_least=at_least)

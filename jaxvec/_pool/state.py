@@ -150,7 +150,8 @@ class PoolState:
         Otherwise an env could be running that no record shows as pending.
         """
         active = ActiveMove(move, interrupts.since_now())  # before an env can hang
-        recorder, start_ns = self.recorder, time.monotonic_ns()
+        recorder = self.recorder
+        start_ns = time.monotonic_ns()
         try:
             yield active
         except (Exception, GeneratorExit):
@@ -183,7 +184,9 @@ class PoolState:
         """
         if status is Status.DONE:
             return
-        engine, pending_envs, num_envs = self._engine, self._pending_envs, len(self._engine.generation)
+        engine = self._engine
+        pending_envs = self._pending_envs
+        num_envs = len(self._engine.generation)
         match status:
             case Status.NO_SUCH_ENV:
                 foreign = env_ids[(env_ids < 0) | (env_ids >= num_envs)]
@@ -255,7 +258,8 @@ class PoolState:
 
     def take_error(self) -> BaseException | None:
         """Returns and forgets the error of the latest call of a program; `None` if that call succeeded."""
-        failure, self._program_error = self._program_error, None
+        failure = self._program_error
+        self._program_error = None
         if failure is None or failure[0] != self._engine.num_served:  # a later call has succeeded
             return None
         return failure[1]

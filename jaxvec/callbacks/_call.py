@@ -102,7 +102,13 @@ class Call:
                 types = [_ID, *self.arguments]
             case _:
                 types = self.arguments
-        return [token, *(_struct(*each, sent if self.verb is Verb.SEND else rows) for each in types)]
+        return [
+            token,
+            *(
+                _struct(*shape_and_dtype, sent if self.verb is Verb.SEND else rows)
+                for shape_and_dtype in types
+            ),
+        ]
 
     @lru_cache(256)  # noqa: B019
     def results(self, rows: int) -> list[Struct]:
@@ -114,9 +120,9 @@ class Call:
             case Verb.SAVE:
                 return [token, _struct(*_ID, rows)]
             case Verb.GET_ATTR:
-                return [_struct(*each, rows) for each in self.answers]
+                return [_struct(*shape_and_dtype, rows) for shape_and_dtype in self.answers]
             case Verb.CALL:
-                return [token, *(_struct(*each, rows) for each in self.answers)]
+                return [token, *(_struct(*shape_and_dtype, rows) for shape_and_dtype in self.answers)]
             case _:
                 rows = self.spec.batch_size if self.whole else rows
                 leaves = enumerate(self.spec.timestep_leaves, 1)  # the token is result 0
@@ -176,22 +182,22 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
                 values = dict(zip(pool.spec.option_leaves, rows, strict=True))
                 options = build(pool.spec.reset_options, values.__getitem__)
             mask = mask if masked else None
-            given = pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=deliver)
+            delivered = pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=deliver)
         case Verb.STEP:
             actions = cast_operands(pool.spec, rest, row_name(move.slots))
-            given = pool.step(move, actions, deliver=deliver)
+            delivered = pool.step(move, actions, deliver=deliver)
         case Verb.SEND:
             *actions, env_ids = rest
             actions = cast_operands(pool.spec, actions, row_name(env_ids))
             pool.send(move, env_ids.astype(np.intp), actions)
-            given = []
+            delivered = []
         case Verb.RECV:
-            given = pool.recv(move, deliver=deliver)
+            delivered = pool.recv(move, deliver=deliver)
         case Verb.CALL:
-            given = call_envs(call, pool, move, rest)
+            delivered = call_envs(call, pool, move, rest)
         case _:
-            given = pool.perform(move, rest, deliver)
-    return [token_of(pool, move), *given]
+            delivered = pool.perform(move, rest, deliver)
+    return [token_of(pool, move), *delivered]
 
 
 def move_of(call: Call, pool: Pool, token: Array) -> Move:
@@ -217,8 +223,8 @@ def call_envs(call: Call, pool: Pool, move: Move, operands: Rows) -> list[Array]
     def argument(leaf: Any, row: int) -> Any:
         return operands[leaf.index][row] if isinstance(leaf, Operand) else leaf
 
-    each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(move.slots))]
-    values = pool.env_calls.call(move, name, each, {})
+    arguments = [jax.tree.map(partial(argument, row=row), args) for row in range(len(move.slots))]
+    values = pool.env_calls.call(move, name, arguments, {})
     if not call.answers:
         return []
     columns: list[list[Array]] = [[] for _ in call.answers]
@@ -228,7 +234,8 @@ def call_envs(call: Call, pool: Pool, move: Move, operands: Rows) -> list[Array]
             raise _wrong_answer(slot, name, f"expected the structure {structure}, got {got}")
         for column, leaf, (shape, dtype) in zip(columns, leaves, call.answers, strict=True):
             try:
-                kind, row = Leaf((name,), shape, dtype, dtype), np.empty(shape, dtype)
+                kind = Leaf((name,), shape, dtype, dtype)
+                row = np.empty(shape, dtype)
                 store(kind, row, conform(kind, leaf))
                 column.append(row)
             except InvalidValue as error:
@@ -245,7 +252,8 @@ def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
 def token_of(pool: Pool, move: Move) -> Array:
     """Returns the token of the next handle to the envs of `move`."""
     token = np.empty((len(move.slots), 3), np.uint32)
-    token[:, 0], token[:, 1] = pool.id, move.slots
+    token[:, 0] = pool.id
+    token[:, 1] = move.slots
     token[:, 2] = pool.generation(move.slots) if move.generation is None else move.generation + np.uint32(1)
     return token
 

@@ -77,7 +77,8 @@ def reset(
         ```
     """
     if isinstance(envs, Handle):
-        handle, fresh = envs, False
+        handle = envs
+        fresh = False
         if num_envs is not None:
             raise TypeError(
                 f"num_envs={num_envs} needs a VectorEnv; this handle already refers to {handle.num_envs} envs"
@@ -85,7 +86,8 @@ def reset(
     elif not isinstance(envs, VectorEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _not_a_pool("reset", envs)
     else:
-        handle, fresh = fresh_handle(envs, envs.num_envs if num_envs is None else num_envs), True
+        handle = fresh_handle(envs, envs.num_envs if num_envs is None else num_envs)
+        fresh = True
     return bind_reset(handle, seed, mask, options, fresh=fresh)
 
 
@@ -294,10 +296,10 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
             return leaf
         array = jnp.asarray(leaf)
         if isinstance(leaf, (np.ndarray, np.generic)) and array.dtype.kind in "iu":
-            given = np.asarray(leaf)
-            if (place := find_first(given.astype(array.dtype) != given)) is not None:
+            exact = np.asarray(leaf)
+            if (place := find_first(exact.astype(array.dtype) != exact)) is not None:
                 raise ValueError(
-                    f"call of {method}: {given.flat[place]} in an argument doesn't fit into "
+                    f"call of {method}: {exact.flat[place]} in an argument doesn't fit into "
                     f"{array.dtype}, in which JAX stores {leaf.dtype} while jax_enable_x64 is off"
                 )
         if array.ndim == 0:
@@ -460,19 +462,23 @@ def fresh_handle(envs: VectorEnv, num_envs: int) -> Handle:
     """Returns a handle for a call that does not follow an earlier one."""
     # The pool fills in the generations at run time, as a compiled reset may run any number of times.
     token: Any = np.zeros((num_envs, 3), np.uint32)
-    token[:, 0], token[:, 1] = pool_of(envs).id, np.arange(num_envs)
+    token[:, 0] = pool_of(envs).id
+    token[:, 1] = np.arange(num_envs)
     return Handle(token, envs.spec, _primitive.choose_transport(envs.transport))
 
 
 def bind_reset(handle: Handle, seed: Any, mask: Any, options: Any, **fields: Any) -> tuple[Handle, TimeStep]:
     """Makes a reset, see `reset`; `fields` are further ones of the `Call`."""
-    spec, num_envs = check_handle(handle, "reset"), handle.num_envs
-    given: list[Any] = []
+    spec = check_handle(handle, "reset")
+    num_envs = handle.num_envs
+    option_columns: list[Any] = []
     if spec.reset_options is not None:
-        given, options = check_options(spec, options, num_envs, row_name(handle.token), PROGRAM), None
-    words, masked = seed_words(seed, num_envs), mask is not None
-    operands = words, mask_array(mask, num_envs), *given
-    fields |= {"extra": dumps((options, masked)), "arguments": types_of(given)}
+        option_columns = check_options(spec, options, num_envs, row_name(handle.token), PROGRAM)
+        options = None
+    words = seed_words(seed, num_envs)
+    masked = mask is not None
+    operands = words, mask_array(mask, num_envs), *option_columns
+    fields |= {"extra": dumps((options, masked)), "arguments": types_of(option_columns)}
     token, *rows = _bind(Verb.RESET, handle, *operands, **fields)
     return handle.next(token), spec.build_timestep(rows)
 

@@ -43,7 +43,8 @@ def call(call: Call, *operands: jax.Array, platform: str | None, native: bool) -
     to_host = Packing.of(call.operands(rows, len(operands[-1])), pack_all=True)
     to_program = Packing.of(call.results(rows))  # unread results have no rows
     callback = _Callback(call, to_host, to_program, platform != "cpu", native)
-    words, step = to_host.join(operands), _PIECE // WORD
+    words = to_host.join(operands)
+    step = _PIECE // WORD
     pieces = [words[start : start + step] for start in range(0, words.size, step)]
     return call.read(to_program.split(_callback_p.bind(*pieces, callback=callback)))
 
@@ -65,8 +66,9 @@ class _Callback:
     @cached_property
     def _answer(self) -> Callable[[Sequence[NDArray[Any]], Sequence[NDArray[Any]]], None]:
         """Function of the transferred operands and results that makes the call: C++, or Python without it."""
-        call, types = self.call, [*self.to_host.types, *self.to_program.types]
-        if not self.native or any(np.dtype(each.dtype).kind not in "biufc" for each in types):
+        call = self.call
+        types = [*self.to_host.types, *self.to_program.types]
+        if not self.native or any(np.dtype(struct.dtype).kind not in "biufc" for struct in types):
             return self._answer_in_python
         fields = int(call.verb), call.fresh, call.pickled, call.spec.fingerprint
         return partial(_native.load().call_packed, *fields, self.to_host.layout, self.to_program.layout)
@@ -76,14 +78,15 @@ class _Callback:
         words = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces)
         if self.on_device and (pool := registry.get(int(words[0]))) is not None:
             pool.state.errors_late = True
-        results = [np.empty(each.shape, each.dtype) for each in self.to_program.transfers]
+        results = [np.empty(struct.shape, struct.dtype) for struct in self.to_program.transfers]
         with jax.profiler.TraceAnnotation(self._name):
             self._answer([words], results)
         return results
 
     def _answer_in_python(self, words: Sequence[NDArray[Any]], results: Sequence[NDArray[Any]]) -> None:
         operands = self.to_host.views(words)
-        pool_id, fresh = pool_id_of(operands[0]), len(operands[0]) if self.call.fresh else None
+        pool_id = pool_id_of(operands[0])
+        fresh = len(operands[0]) if self.call.fresh else None
         with (
             registry.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
             span(pool.state.recorder, "by Python"),
@@ -102,12 +105,13 @@ _callback_p.multiple_results = True
 
 @_callback_p.def_effectful_abstract_eval
 def _trace(*pieces: Any, callback: _Callback) -> tuple[list[Any], set[Any]]:
-    results = [jax.core.ShapedArray(each.shape, each.dtype) for each in callback.to_program.transfers]
+    results = [jax.core.ShapedArray(struct.shape, struct.dtype) for struct in callback.to_program.transfers]
     return results, set() if callback.call.verb in PURE else {EFFECT}
 
 
 def _lower(ctx: Any, *pieces: Any, callback: _Callback) -> Any:
-    pure, devices = callback.call.verb in PURE, ctx.module_context.axis_context
+    pure = callback.call.verb in PURE
+    devices = ctx.module_context.axis_context
     if _emit is not None and getattr(devices, "num_devices", 0) in (None, 1):
         types = ctx.avals_in, ctx.avals_out
         return _emit(ctx, callback, None, list(pieces), *types, has_side_effect=not pure)[0]

@@ -76,7 +76,8 @@ def seed_words(seed: Any, num_envs: int) -> jax.Array:
     else:  # sign-extended, so that the error for a negative seed shows its value
         high = jnp.where(seed < 0, ~np.uint32(0), np.uint32(0))
     if seed.ndim == 0:
-        first, low = low, low + jnp.arange(num_envs, dtype=np.uint32)
+        first = low
+        low = low + jnp.arange(num_envs, dtype=np.uint32)
         high = high + (low < first)  # the carry of the addition
     return jnp.stack([low, high], axis=-1)
 

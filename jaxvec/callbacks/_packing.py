@@ -45,8 +45,9 @@ class Packing:
         """Packs the results that are small and that every device can build from words, or `pack_all`."""
         places: list[int | None] = []
         num_words = 0
-        for each in types:
-            dtype, size = np.dtype(each.dtype), prod(each.shape)
+        for struct in types:
+            dtype = np.dtype(struct.dtype)
+            size = prod(struct.shape)
             small = dtype.kind in "biuf" and dtype.itemsize <= WORD and size * dtype.itemsize < _LARGE
             if pack_all or small:
                 places.append(num_words)
@@ -60,7 +61,9 @@ class Packing:
         """Types of the transferred arrays."""
         words = [Struct((self.num_words,), np.uint32)] if self.num_words else []
         alone = zip(self.types, self.places, strict=True)
-        return words + [Struct((prod(each.shape),), each.dtype) for each, place in alone if place is None]
+        return words + [
+            Struct((prod(struct.shape),), struct.dtype) for struct, place in alone if place is None
+        ]
 
     @cached_property
     def layout(self) -> NDArray[np.int64]:
@@ -70,10 +73,10 @@ class Packing:
         the packed array in bytes, or -1, its dtype, rank and shape follow.
         """
         layout = [int(self.num_words > 0)]
-        for each, place in zip(self.types, self.places, strict=True):
-            dtype = np.dtype(each.dtype)
+        for struct, place in zip(self.types, self.places, strict=True):
+            dtype = np.dtype(struct.dtype)
             start = -1 if place is None else place * WORD
-            layout += [start, ord(dtype.kind) + 256 * dtype.itemsize, len(each.shape), *each.shape]
+            layout += [start, ord(dtype.kind) + 256 * dtype.itemsize, len(struct.shape), *struct.shape]
         return np.array(layout, np.int64)
 
     def join(self, operands: Sequence[jax.Array]) -> jax.Array:
@@ -85,13 +88,13 @@ class Packing:
         others = iter(transferred)
         memory = next(others).view(np.uint8) if self.num_words else np.empty(0, np.uint8)
         views: list[NDArray[Any]] = []
-        for each, place in zip(self.types, self.places, strict=True):
+        for struct, place in zip(self.types, self.places, strict=True):
             if place is None:
-                views.append(next(others).reshape(each.shape))
+                views.append(next(others).reshape(struct.shape))
             else:
                 start = place * WORD
-                stop = start + prod(each.shape) * np.dtype(each.dtype).itemsize
-                views.append(memory[start:stop].view(each.dtype).reshape(each.shape))
+                stop = start + prod(struct.shape) * np.dtype(struct.dtype).itemsize
+                views.append(memory[start:stop].view(struct.dtype).reshape(struct.shape))
         return views
 
     def split(self, transferred: Sequence[jax.Array]) -> list[jax.Array]:
@@ -99,13 +102,13 @@ class Packing:
         others = iter(transferred)
         words = next(others) if self.num_words else None
         results: list[jax.Array] = []
-        for each, place in zip(self.types, self.places, strict=True):
+        for struct, place in zip(self.types, self.places, strict=True):
             if place is None:
-                results.append(next(others).reshape(each.shape))
-            elif words is None or not prod(each.shape):
-                results.append(jnp.zeros(each.shape, each.dtype))
+                results.append(next(others).reshape(struct.shape))
+            elif words is None or not prod(struct.shape):
+                results.append(jnp.zeros(struct.shape, struct.dtype))
             else:
-                results.append(_from_words(words, place, each))
+                results.append(_from_words(words, place, struct))
         return results
 
 
@@ -119,7 +122,8 @@ def _to_words(array: jax.Array) -> jax.Array:
 
 
 def _from_words(words: jax.Array, place: int, struct: Struct) -> jax.Array:
-    dtype, size = np.dtype(struct.dtype), prod(struct.shape)
+    dtype = np.dtype(struct.dtype)
+    size = prod(struct.shape)
     stored = np.dtype(np.uint8) if dtype == np.bool_ else dtype
     part = words[place : place - (-size * stored.itemsize // WORD)]
     values = jax.lax.bitcast_convert_type(part, stored).reshape(-1)[:size]

@@ -71,15 +71,18 @@ def bind(call: Call, *operands: Any) -> list[jax.Array]:
     arrays = [jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands]
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     shardings = [jax.typeof(array).sharding for array in arrays] if traced else []
-    mesh = next((each.mesh for each in shardings if AxisType.Explicit in each.mesh.axis_types), None)
+    mesh = next(
+        (sharding.mesh for sharding in shardings if AxisType.Explicit in sharding.mesh.axis_types), None
+    )
     if mesh is None:
         return _call_p.bind(*arrays, call=call)
     # One device runs the call. The results are sharded like the handle, or like the states of a simulation.
-    like, rows = shardings[1 if call.verb is Verb.SIMULATE else 0], len(arrays[0])
+    like = shardings[1 if call.verb is Verb.SIMULATE else 0]
+    rows = len(arrays[0])
     whole, split = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (None, like.spec[0]))
     results = _call_p.bind(*(reshard(array, whole) for array in arrays), call=call)
-    on_mesh = [len(each) == rows and jax.typeof(each).sharding.mesh == mesh for each in results]
-    return [reshard(each, split) if on else each for each, on in zip(results, on_mesh, strict=True)]
+    on_mesh = [len(result) == rows and jax.typeof(result).sharding.mesh == mesh for result in results]
+    return [reshard(result, split) if on else result for result, on in zip(results, on_mesh, strict=True)]
 
 
 @_call_p.def_impl
