@@ -201,7 +201,9 @@ class Workers:
     Attributes:
         start_method: `"forkserver"` forks workers from a helper process that has imported NumPy and
             Gymnasium, but neither JAX nor your code. `"spawn"` starts a new Python interpreter per worker,
-            which takes longer. `"auto"` uses the first one that works here.
+            which takes longer. `"auto"` uses the first one that works here. Forks have the umask, resource
+            limits, nice value, signal mask, `chroot`, cgroup and namespaces that your program had at its
+            first pool; if it changes them later, a worker may be in the old container: use `"spawn"`.
         env: Environment variables of the workers; the value `None` unsets a variable. By default, numerical
             libraries use one thread, accelerators are hidden, and MPI variables (`OMPI_*`, `PMI_*`, `PMIX_*`)
             are removed, because workers are not ranks of the MPI job.

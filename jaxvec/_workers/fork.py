@@ -1,6 +1,6 @@
 """The program's end of the fork server (forkserver.py): starts and reaps workers that are its forks.
 
-Pools with equal environment variables, preloaded modules and process identity share a server.
+Pools with equal start-up variables, `Workers(env=...)`, preloaded modules and user share a server.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from typing import Any
 
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._options import PoolConfig
+from jaxvec._util import affinity
 from jaxvec._workers import lifeline
 from jaxvec._workers.base import Process, describe_exit
 from jaxvec._workers.forkserver import (
-    ABANDON,
     ANSWER,
     FORK,
     NUMBER,
     REAP,
     Imports,
-    ProcessContext,
+    Inherited,
     Refused,
     Started,
-    process_identity,
 )
 from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.output import Output
@@ -102,7 +101,7 @@ class ForkedWorker(Process):
 def _drop(pidfd: int, server: _ForkServer, number: int) -> None:
     # The garbage collector calls this in any thread, which may hold any lock.
     os.close(pidfd)
-    server.abandon(number)
+    server.drop(number)
 
 
 class _ForkServer:
@@ -114,7 +113,7 @@ class _ForkServer:
         self._program = os.getpid()
         # Guards the answers on `_requests`, and `_exitcodes`. Reentrant, as `ForkedWorker._lock`.
         self._lock = threading.RLock()
-        self._exitcodes: dict[int, int] = {}  # by number, of answers that an interrupted `reap` left
+        self._exitcodes: dict[int, int] = {}  # by number, of answers that another `reap` or `drop` left
         # Seconds for an answer; 0 after a timeout, so that a stopped server delays `close` only once.
         # Guarded by `_lock`.
         self._patience = _ANSWER_TIMEOUT
@@ -143,18 +142,18 @@ class _ForkServer:
         finally:
             os.close(folder)
 
-    def abandon(self, number: int) -> None:
-        """Leaves the end of a worker, which may be yet to be forked, to the server; does not wait."""
+    def drop(self, number: int) -> None:
+        """Lets the server kill and reap a worker, which may be yet to be forked; does not wait."""
         # A fork of the program may share the socket for a moment, and drops its copies of the handles.
         if os.getpid() == self._program:
             with suppress(OSError):  # the server has ended, or will after its workers
-                self._requests.send(ABANDON + NUMBER.pack(number), socket.MSG_DONTWAIT)
+                self._requests.send(REAP + NUMBER.pack(number), socket.MSG_DONTWAIT)
 
     def reap(self, number: int) -> int | None:
         """Reaps a worker that has ended. Returns its exit code, or `None` if the server has ended, too."""
         with self._lock, suppress(OSError):
             self._requests.send(REAP + NUMBER.pack(number))
-            # The answer to an interrupted call may come first.
+            # The answer to an interrupted call, or to `drop`, may come first.
             while number not in self._exitcodes:
                 if not wait([self._requests], self._patience):
                     self._patience = 0
@@ -235,7 +234,7 @@ class Forker:
             finally:
                 os.close(theirs)
             with suppress(EOFError):  # the server may have refused, and closed its end
-                ours.send(ProcessContext.here(env), deadline=deadline)
+                ours.send(Inherited(env, affinity()), deadline=deadline)
             if not ours.readable(deadline):
                 raise TimeoutError(
                     "the fork server did not answer in time. If a module in preload is slow to import, "
@@ -248,7 +247,7 @@ class Forker:
                 raise answer.error
             return ForkedWorker(answer.pid, ours.descriptors.pop(), server, number), ours
         except BaseException:  # also a timeout, after which the server may still fork the worker
-            server.abandon(number)
+            server.drop(number)
             ours.close()
             raise
 
@@ -262,7 +261,9 @@ class Forker:
             early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
             changes = tuple(sorted(self._workers.env.items()))
             modules, interpreter = tuple(self._workers.preload), self._interpreter
-            key = (*sorted(early.items()), changes, modules, interpreter.path, process_identity())
+            # A program that gives up rights must not get workers that have them.
+            user = (os.getresuid(), os.getresgid(), *os.getgroups())
+            key = (*sorted(early.items()), changes, modules, interpreter.path, user)
             server = _servers.pop(key, None) or _ForkServer(env, modules, interpreter)
             _servers[key] = server
             server.users += 1

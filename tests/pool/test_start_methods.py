@@ -182,37 +182,40 @@ def test_a_worker_has_what_the_program_has_at_the_moment_of_make(make, method, t
     monkeypatch.setenv("JAXVEC_MINE", "yes")
     monkeypatch.delenv("HOME")
     monkeypatch.syspath_prepend(str(tmp_path))
-    umask, cores, files = os.umask(0o057), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    cores = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {max(cores)})
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
         expression = (
-            "os.getcwd(), os.environ.get('JAXVEC_MINE'), os.environ.get('HOME'), sys.path, os.umask(0), "
-            "os.sched_getaffinity(0), resource.getrlimit(7), os.getpriority(os.PRIO_PROCESS, 0), "
-            "signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, signal.getsignal(signal.SIGTERM), "
-            "signal.pthread_sigmask(signal.SIG_BLOCK, [])"
+            "os.getcwd(), os.environ.get('JAXVEC_MINE'), os.environ.get('HOME'), sys.path, "
+            "os.sched_getaffinity(0), signal.getsignal(signal.SIGTERM)"
         )
         (found,) = ask(make, f"[__import__('signal') for signal in [0]] and ({expression})", method)
     finally:
-        os.umask(umask)
         os.sched_setaffinity(0, cores)
+    assert found == (str(tmp_path), "yes", None, sys.path, {max(cores)}, signal.SIG_DFL)
+
+
+def test_a_new_interpreter_has_the_limits_of_the_moment_of_make(make):
+    ask(make, "0", "spawn")
+    umask, files = os.umask(0o057), resource.getrlimit(resource.RLIMIT_NOFILE)
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
+        expression = (
+            "os.umask(0), resource.getrlimit(resource.RLIMIT_NOFILE), os.getpriority(os.PRIO_PROCESS, 0), "
+            "signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, signal.pthread_sigmask(signal.SIG_BLOCK, [])"
+        )
+        (found,) = ask(make, f"[__import__('signal') for signal in [0]] and ({expression})", "spawn")
+    finally:
+        os.umask(umask)
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
         signal.signal(signal.SIGHUP, handler)
-    assert resource.RLIMIT_NOFILE == 7
-    assert found == (
-        str(tmp_path),
-        "yes",
-        None,
-        sys.path,
-        0o057,
-        {max(cores)},
-        (files[0] - 1, files[1]),
-        os.getpriority(os.PRIO_PROCESS, 0),
-        True,
-        signal.SIG_DFL,
-        set(),
-    )
+    assert found == (0o057, (files[0] - 1, files[1]), os.getpriority(os.PRIO_PROCESS, 0), True, set())
+
+
+def test_a_forked_worker_has_the_file_limits_of_its_program(make):
+    expression = "resource.getrlimit(resource.RLIMIT_NOFILE)"
+    assert ask(make, expression) == [resource.getrlimit(resource.RLIMIT_NOFILE)]
 
 
 @methods
@@ -344,6 +347,10 @@ def test_pools_of_equal_environment_share_a_server_and_others_do_not(make, monke
     assert ask(make, parent, env={"MINE": "1"}) == with_changes
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # which is read once
     assert ask(make, parent) not in (first, with_changes)
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    assert ask(make, parent) == first
+    monkeypatch.setattr(os, "getgroups", lambda: [12345])  # as if the program had given up rights
+    assert ask(make, parent) != first
 
 
 def test_servers_without_pools_are_few():
