@@ -39,28 +39,21 @@ class SpawnedWorker(Process):
     """A worker with its own interpreter, and the leader of its own process group."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        # Any thread may reap it: `Popen` has a lock for that, and sets `returncode` once.
         self._process = process
         self.pid = process.pid
         dropped = weakref.finalize(self, _drop, process, os.getpid())
         dropped.atexit = False  # pools that are closed at the program's end still wait for it
 
-    def ended(self) -> bool:
-        if self._process.returncode is None:
-            try:  # without reaping it
-                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    return False
-            except ChildProcessError:  # other code has reaped it
-                pass
-            self.end()  # the processes that its envs have started, before its pid can be reused
-            self._process.wait()
-        return True
-
     def wait(self, timeout: float) -> bool:
         # Not `Popen.wait`, which would reap it before the rest of its group is killed.
         deadline = time.monotonic() + timeout
-        while not self.ended() and time.monotonic() < deadline:
+        while not self._has_exited():
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(_POLL_INTERVAL)
-        return self.ended()
+        self._reap()
+        return True
 
     def end(self) -> None:
         if self._process.returncode is None:
@@ -68,6 +61,19 @@ class SpawnedWorker(Process):
 
     def ending(self) -> tuple[int | None, str]:
         return describe_exit(self.wait(timeout=1), self._process.returncode)
+
+    def _has_exited(self) -> bool:
+        if self._process.returncode is not None:
+            return True
+        try:  # without reaping it
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # other code has reaped it
+            return True
+
+    def _reap(self) -> None:
+        """Kills what the envs have started, before the pid can be reused, and reaps the worker."""
+        self.end()
+        self._process.wait()
 
 
 def _drop(process: subprocess.Popen[bytes], program: int) -> None:
@@ -92,17 +98,17 @@ class Spawner:
         self._interpreter: Interpreter = config.interpreter
 
     def launch(self, streams: Sequence[int]) -> tuple[SpawnedWorker, Channel]:
-        ours, theirs = channel_pair()
+        channel, worker_end = channel_pair()
         try:
             env = environ(self._changes)
-            module, interpreter = "jaxvec._workers.worker", self._interpreter
-            process = start(module, theirs, env=env, interpreter=interpreter, streams=streams)
-            return SpawnedWorker(process), ours
+            module = "jaxvec._workers.worker"
+            process = start(module, worker_end, env=env, interpreter=self._interpreter, streams=streams)
+            return SpawnedWorker(process), channel
         except BaseException:
-            ours.close()
+            channel.close()
             raise
         finally:
-            os.close(theirs)
+            os.close(worker_end)
 
 
 def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -127,12 +133,13 @@ def start(
     """
     command, env = interpreter.command(dict(env))
     with ExitStack() as stack:
-        given = [_above_standard(each, stack) for each in (lifeline.read_end(), descriptor)]
-        words = [given[0], module, given[1], *arguments]
+        lifeline_end = _above_standard(lifeline.read_end(), stack)
+        descriptor = _above_standard(descriptor, stack)
+        words = [lifeline_end, module, descriptor, *arguments]
         return subprocess.Popen(
             [*command, *map(str, words)],
             env=env,
-            pass_fds=given,
+            pass_fds=[lifeline_end, descriptor],
             stdin=subprocess.DEVNULL,
             stdout=streams[0],
             stderr=streams[1],
