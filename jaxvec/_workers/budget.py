@@ -37,8 +37,10 @@ class Budget:
         if self.policy is None:
             raise error
         now = time.monotonic()
-        count, limit = self.restarts[worker], self.policy.max_restarts
-        latest, rate = self._latest[worker], self.policy.rate
+        count = self.restarts[worker]
+        limit = self.policy.max_restarts
+        latest = self._latest[worker]
+        rate = self.policy.rate
         why = ""
         if limit is not None and count >= limit:
             why = f"it was restarted {count} times, and max_restarts is {limit}"

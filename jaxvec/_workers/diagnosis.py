@@ -36,7 +36,11 @@ class Diagnosis:
     """Errors about workers that died or are late, with the activity that the segment shows."""
 
     def __init__(self, slices: Slices, processes: Sequence[Process], *, recovers: bool) -> None:
-        self._slices, self.processes, self._recovers = slices, processes, recovers
+        self._slices = slices
+        self.processes = processes  # by worker; the supervisor's own list, in which it replaces them
+        self._recovers = recovers
+        # Both are set by the thread that makes the pool, before any other thread has it; the one that closes
+        # the pool drops `arrays`.
         self.action: Any = None  # action space
         self.arrays: Arrays | None = None  # of the segment, while the workers serve
         # Number of built envs, and of all with spare ones, by worker that starts. Guarded by `polling`.
@@ -68,7 +72,8 @@ class Diagnosis:
         process = self.processes[worker]
         exitcode, ending = process.ending()
         env_ids = tuple(range(*self._slices[worker]))
-        name, activity = self.name(worker), f"answering {request}" if request else "idle or starting"
+        name = self.name(worker)
+        activity = f"answering {request}" if request else "idle or starting"
         for slot, (doing, action) in self.running(env_ids).items():  # at most one
             activity = f"{doing} env {slot}" + (action and f" with action {action}")
             if len(env_ids) == 1:  # the activity names the worker's only env
@@ -78,7 +83,8 @@ class Diagnosis:
 
     def late_start_error(self, worker: int, timeout: float | None, ends: bool) -> EnvTimeoutError:
         """Returns the error of a replacement, or, if it `ends`, of a worker that is to be recycled."""
-        name, process = self.name(worker), self.processes[worker]
+        name = self.name(worker)
+        process = self.processes[worker]
         where = f": {why}" if (why := process.missing or (process.place and f"it is {process.place}")) else ""
         late = f"the replacement of {name} did not start"
         if ends:
@@ -116,7 +122,7 @@ class Diagnosis:
                 for slot, (doing, action) in running.items()
             )
         else:  # a remote worker may be slow because of its node
-            places = [f"worker {each} {it}" for each in workers if (it := self.processes[each].place)]
+            places = [f"worker {late} {it}" for late in workers if (it := self.processes[late].place)]
             activity += f" ({', '.join(places)} has not answered)" if places else ""
         activity += self._describe_built(workers)
         advice = f"Raise Timeouts({limits.limit}=...)"
@@ -134,14 +140,16 @@ class Diagnosis:
 
     def _describe_built(self, workers: Sequence[int]) -> str:
         """Returns how far workers that start have come, for the middle of a message."""
-        built = [(each, *self.built[each]) for each in workers if each in self.built]
-        texts = [f"worker {each} has built {count} of {total} envs" for each, count, total in built]
+        built = [(worker, *self.built[worker]) for worker in workers if worker in self.built]
+        texts = [f"worker {worker} has built {count} of {total} envs" for worker, count, total in built]
         return f"; {', '.join(texts)}" if texts else ""
 
     def _describe_stacks(self, workers: Sequence[int]) -> str:
         """Returns the stacks of workers that are late, for the end of a message. Those to be replaced end."""
-        end, text = self._recovers and self.arrays is not None, ""
-        reads = [stacks.request_stack(self.processes[each].pid, end=end) for each in workers[:_MAX_STACKS]]
+        end = self._recovers and self.arrays is not None
+        text = ""
+        pids = [self.processes[worker].pid for worker in workers[:_MAX_STACKS]]
+        reads = [stacks.request_stack(pid, end=end) for pid in pids]
         for worker, read in zip(workers, reads, strict=False):
             if part := stacks.env_part(read()):
                 text += f"\n\nThe stack of {self.name(worker)}, most recent call first:\n{part}"

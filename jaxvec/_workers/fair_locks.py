@@ -27,9 +27,9 @@ class FairLocks:
         entry = me, frozenset(resources)
 
         def is_next() -> bool:
-            earlier = takewhile(lambda other: other is not entry, self._queue)
+            earlier = takewhile(lambda queued: queued is not entry, self._queue)
             # Not blocked by its own entries: a signal handler may run while its thread holds a resource.
-            return all(thread == me or held.isdisjoint(entry[1]) for thread, held in earlier)
+            return all(thread == me or others.isdisjoint(entry[1]) for thread, others in earlier)
 
         # `try` comes first: Ctrl-C right after the append must not leave the entry in the queue.
         try:
@@ -40,6 +40,6 @@ class FairLocks:
             yield
         finally:
             with self._changed:
-                self._queue = [each for each in self._queue if each is not entry]
+                self._queue = [queued for queued in self._queue if queued is not entry]
                 if self._queue:
                     self._changed.notify_all()

@@ -58,7 +58,7 @@ class ForkedWorker(Process):
     def __init__(self, pid: int, pidfd: int, server: _ForkServer, number: int) -> None:
         """Takes ownership of `pidfd`, and of the worker that `server` has forked under `number`."""
         self.pid = pid
-        self._pidfd = pidfd
+        self._pidfd = pidfd  # closed under `_lock`, once the worker is reaped
         # A handle may be dropped before it was waited for: after Ctrl-C, or if the process needs long to end.
         self._dropped = weakref.finalize(self, _drop, pidfd, server, number)
         self._dropped.atexit = False  # pools that are closed at the program's end still wait with it
@@ -67,12 +67,13 @@ class ForkedWorker(Process):
         # be sent. Reentrant, because a signal handler may close the pool while its thread holds it.
         self._lock = threading.RLock()
         self._reaped = False
-        self._exitcode: int | None = None
+        self._exitcode: int | None = None  # written under `_lock`, before `_reaped` becomes True
 
     def wait(self, timeout: float) -> bool:
         if not self._reaped and wait([self._pidfd], timeout):
             with self._lock:
-                reap, self._reap = self._reap, None
+                reap = self._reap
+                self._reap = None
                 if reap is not None:
                     self._kill()  # the processes that its envs have started
                     try:
@@ -109,7 +110,7 @@ class _ForkServer:
 
     def __init__(self, env: Mapping[str, str], modules: tuple[str, ...], interpreter: Interpreter) -> None:
         self.users = 0  # number of pools; guarded by the module's `_lock`
-        self.numbers = itertools.count()  # of the workers
+        self.numbers = itertools.count()  # of the workers; any thread takes the next one, which is atomic
         self._program = os.getpid()
         # Guards the answers on `_requests`, and `_exitcodes`. Reentrant, as `ForkedWorker._lock`.
         self._lock = threading.RLock()
@@ -117,12 +118,18 @@ class _ForkServer:
         # Seconds for an answer; 0 after a timeout, so that a stopped server delays `close` only once.
         # Guarded by `_lock`.
         self._patience = _ANSWER_TIMEOUT
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Any thread sends, since each request is one system call; only a thread with `_lock` receives.
+        self._requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             module = "jaxvec._workers.forkserver"
-            with theirs, Output().streams(0) as streams:
+            with server_end, Output().streams(0) as streams:
                 self._process = start(
-                    module, theirs.fileno(), os.getpid(), env=env, interpreter=interpreter, streams=streams
+                    module,
+                    server_end.fileno(),
+                    os.getpid(),
+                    env=env,
+                    interpreter=interpreter,
+                    streams=streams,
                 )
             self.pid = self._process.pid
             with suppress(ConnectionError):  # it has ended; `fork` will raise
@@ -193,10 +200,12 @@ class Forker:
     """Starts workers on this machine as forks of a server. `Timeouts.start` includes the server's start."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self._workers, self._timeout = config.workers, config.timeouts.start
+        self._workers = config.workers
+        self._timeout = config.timeouts.start
         self._interpreter: Interpreter = config.interpreter
-        self._server: _ForkServer | None = None
-        self._closed = False  # these two guarded by the module's `_lock`
+        # Guarded by the module's `_lock`, since a thread may launch a replacement while another one closes.
+        self._server: _ForkServer | None = None  # from the first launch to `close`, or until it is discarded
+        self._closed = False
 
     def launch(self, streams: Sequence[int]) -> tuple[ForkedWorker, Channel]:
         env = environ(self._workers.env)
@@ -215,10 +224,11 @@ class Forker:
         """Releases the server. A few idle ones are kept for later pools."""
         with _lock:
             self._closed = True  # a thread that is in `launch` may not acquire a server from now on
-            server, self._server = self._server, None
+            server = self._server
+            self._server = None
             if server is not None:
                 server.users -= 1
-            idle = [key for key, each in _servers.items() if not each.users]
+            idle = [key for key, other in _servers.items() if not other.users]
             for key in idle[:-_MAX_IDLE]:
                 _servers.pop(key).close()
 
@@ -227,28 +237,28 @@ class Forker:
     ) -> tuple[ForkedWorker, Channel]:
         server = self._acquire_server(env)
         number = next(server.numbers)
-        ours, theirs = channel_pair()
+        channel, worker_end = channel_pair()
         try:
             try:
-                server.fork(number, theirs, streams)
+                server.fork(number, worker_end, streams)
             finally:
-                os.close(theirs)
+                os.close(worker_end)
             with suppress(EOFError):  # the server may have refused, and closed its end
-                ours.send(Inherited(env, affinity()), deadline=deadline)
-            if not ours.readable(deadline):
+                channel.send(Inherited(env, affinity()), deadline=deadline)
+            if not channel.readable(deadline):
                 raise TimeoutError(
                     "the fork server did not answer in time. If a module in preload is slow to import, "
                     "remove it, or pass a larger Timeouts(start=...)"
                 )
-            answer: Started | Refused = ours.receive(deadline)
+            answer: Started | Refused = channel.receive(deadline)
             if isinstance(answer, Refused):
                 if not isinstance(answer.error, OSError):  # of its imports: it will refuse every fork
                     self._discard_server()
                 raise answer.error
-            return ForkedWorker(answer.pid, ours.descriptors.pop(), server, number), ours
+            return ForkedWorker(answer.pid, channel.descriptors.pop(), server, number), channel
         except BaseException:  # also a timeout, after which the server may still fork the worker
             server.drop(number)
-            ours.close()
+            channel.close()
             raise
 
     def _acquire_server(self, env: dict[str, str]) -> _ForkServer:
@@ -260,7 +270,8 @@ class Forker:
                 return self._server
             early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
             changes = tuple(sorted(self._workers.env.items()))
-            modules, interpreter = tuple(self._workers.preload), self._interpreter
+            modules = tuple(self._workers.preload)
+            interpreter = self._interpreter
             # A program that gives up rights must not get workers that have them.
             user = (os.getresuid(), os.getresgid(), *os.getgroups())
             key = (*sorted(early.items()), changes, modules, interpreter.path, user)
@@ -273,10 +284,11 @@ class Forker:
     def _discard_server(self) -> str:
         """Ends the server, if it has not ended, so that no pool uses it. Returns how it ended."""
         with _lock:
-            server, self._server = self._server, None
+            server = self._server
+            self._server = None
             if server is None:  # the pool was closed meanwhile
                 return "was released"
-            for key in [key for key, each in _servers.items() if each is server]:
+            for key in [key for key, other in _servers.items() if other is server]:
                 del _servers[key]
             return server.close()
 

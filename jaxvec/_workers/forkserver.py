@@ -58,8 +58,9 @@ class Inherited:
 #   stderr and working directory. The answer comes on the control socket: `Started` with a pidfd, or
 #   `Refused`. The worker then reads there what it has `Inherited`.
 # - REAP and the number of a worker, which is killed if it has not ended. The answer is the number and its
-#   exit code. Until then the worker is a zombie, so its pid and process group can't belong to another process.
-#   The program does not wait for the answer if the worker's start was interrupted, or its handle is gone.
+#   exit code. Until then the worker is a zombie, so its pid and process group can't belong to another
+#   process. The program does not wait for the answer if the worker's start was interrupted, or its handle is
+#   gone.
 # Processes that envs have started end with their worker, even in sessions of their own. Each worker adopts
 # the orphans among its descendants, and the server those of a dead worker.
 # When the program closes the socket, the server ends after its last worker; when the program ends, it kills
@@ -135,7 +136,8 @@ class _Server:
             try:
                 request, descriptors, _, _ = socket.recv_fds(self._requests, _MAX_MESSAGE, 4)
             except ConnectionResetError:  # the program has left answers unread
-                request, descriptors = b"", []
+                request = b""
+                descriptors = []
             if not request:
                 self._drain(poll)
             (number,) = NUMBER.unpack(request[1:])

@@ -97,8 +97,8 @@ os.register_at_fork(after_in_child=_close_in_fork)
 if __name__ == "__main__":
     # A debugger that starts this file may drop the first entry, and add this folder, whose modules would
     # hide others of the same names.
-    given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    omitted = {*given, os.path.dirname(os.path.abspath(__file__))}
-    sys.path[:] = [*given, *(entry for entry in sys.path if entry not in omitted)]
+    first_entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    omitted = {*first_entries, os.path.dirname(os.path.abspath(__file__))}
+    sys.path[:] = [*first_entries, *(entry for entry in sys.path if entry not in omitted)]
     own = hold(int(sys.argv[1]))
     importlib.import_module(sys.argv[2]).main(own, *map(int, sys.argv[3:]))

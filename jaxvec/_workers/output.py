@@ -100,14 +100,17 @@ class OutputLog(Output):
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
+        # By worker; written by the thread that starts it, and read by the one that reports its death.
         self._readers: dict[int, list[threading.Thread]] = defaultdict(list)
+        # Last lines by worker, for `advice`, which first waits for the reader thread that appends them.
         self._last: dict[int, deque[str]] = {}
-        # The latest worker and the number, by level and text. The lock guards them. It and the queues are
-        # reentrant, because the garbage collector may close a pool in any place.
+        # The latest worker and the number, by level and text. Readers add to them, and the writer takes them,
+        # under `_lock`. It and the queues are reentrant, because the garbage collector may close a pool
+        # anywhere.
         self._texts: dict[tuple[int, str], tuple[str, int]] = {}
         self._lock = threading.RLock()
-        self._wakes = queue.SimpleQueue[None]()
-        self._closed = queue.SimpleQueue[None]()
+        self._wakes = queue.SimpleQueue[None]()  # an entry when `_texts` gets its first text, and at the end
+        self._closed = queue.SimpleQueue[None]()  # an entry from `close` on
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
 
@@ -140,7 +143,8 @@ class OutputLog(Output):
                 if not (text := _TAG.sub("", line).rstrip()):
                     continue
                 last.append(text)
-                name, tags = self._names[worker], _TAG.findall(line) or [("", "-1")]
+                name = self._names[worker]
+                tags = _TAG.findall(line) or [("", "-1")]
                 stream, env_id = tags[-1]
                 if env_id != "-1" and not name.endswith(f"(env {env_id})"):
                     name += f", env {env_id}"
@@ -158,7 +162,8 @@ class OutputLog(Output):
             self._wakes.get()
             is_closed = not self._closed.empty()
             with self._lock:
-                texts, self._texts = self._texts, {}
+                texts = self._texts
+                self._texts = {}
             for (level, text), (name, count) in texts.items():
                 times = f" ({count} times)" if count > 1 else ""
                 _logger.log(level, "%s: %s%s", name, text, times)

@@ -79,11 +79,14 @@ class Published:
             return lambda: ""
 
         def read() -> str:
-            deadline, text, is_complete = time.monotonic() + _TIMEOUT, "", False
+            deadline = time.monotonic() + _TIMEOUT
+            text = ""
+            is_complete = False
             while time.monotonic() < deadline and not is_complete:
                 time.sleep(_POLL_INTERVAL)
-                before, text = text, os.pread(memory, 1 << 20, 0).decode(errors="replace")
-                is_complete = _END in text if has_end else _CURRENT in text and text == before
+                previous = text
+                text = os.pread(memory, 1 << 20, 0).decode(errors="replace")
+                is_complete = _END in text if has_end else _CURRENT in text and text == previous
             os.close(memory)
             return text.rstrip(_END)
 
@@ -96,9 +99,9 @@ def find_all(program: int) -> Iterator[Published]:
     for pid in family_of(program):
         with suppress(OSError, ValueError):
             for link in Path(f"/proc/{pid}/fd").iterdir():
-                if (found := _NAME.match(os.readlink(link))) and (inode := link.stat().st_ino) not in seen:
+                if (name := _NAME.match(os.readlink(link))) and (inode := link.stat().st_ino) not in seen:
                     seen.add(inode)
-                    worker, first, last, has_native = map(int, found.groups())
+                    worker, first, last, has_native = map(int, name.groups())
                     yield Published(pid, worker, first, last, bool(has_native), str(link))
 
 
