@@ -50,7 +50,8 @@ class LargeBuffers:
 
     def add(self, buffer: PickleBuffer) -> BufferPlace:
         """Returns the place of a buffer, which is written to the memory unless it is there."""
-        raw, key = buffer.raw(), identify(buffer)
+        raw = buffer.raw()
+        key = identify(buffer)
         place = self._places.get(key)
         if place is None:
             if not self.descriptors:
@@ -68,7 +69,8 @@ class LargeBuffers:
     def close(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
-        self._places, self._buffers = {}, []
+        self._places = {}
+        self._buffers = []
 
 
 class PrivateMemory(mmap.mmap):

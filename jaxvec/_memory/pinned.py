@@ -29,13 +29,14 @@ class Pinned:
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._driver = _Driver.open(_LIBRARY)
-        self._memory: NDArray[np.uint8] | None = memory
+        self._memory: NDArray[np.uint8] | None = memory  # until `close`
         with self._driver.context():
             self._driver.call("cuMemHostRegister_v2", memory.ctypes.data, memory.nbytes, _PORTABLE)
 
     def close(self) -> None:
         """Unlocks the memory, which must still be mapped. May be called more than once."""
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is None:
             return
         try:

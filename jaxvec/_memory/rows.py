@@ -89,7 +89,8 @@ def reader(
         read = _padded_reader(node, arrays)
         return lambda index: map(read, _slots(index))
     if isinstance(node, Leaf):
-        array, dtype = arrays[node.path], node.dtype
+        array = arrays[node.path]
+        dtype = node.dtype
         if node.shape == ():
             return lambda index: array[index].astype(dtype).flat
         return lambda index: iter(array[index].astype(dtype))
@@ -152,7 +153,8 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any], check: str) -> Write:
 
         return write_integer
 
-    shape, ndarray = leaf.shape, np.ndarray
+    shape = leaf.shape
+    ndarray = np.ndarray
     dtype = np.dtype(leaf.dtype.str)  # NumPy's own object, for `is` below; an unpickled dtype is a copy
     rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # faster than array[slot]
 
@@ -346,7 +348,8 @@ def _fitter(
 ) -> Callable[[int, int], int]:
     """Returns a function that writes the size of a value, and returns how much of it to write."""
     most = _max_size(node.child(part) if part else node.children[0], arrays)
-    sizes, cuts = arrays[(*node.path, size)], arrays.get((*node.path, "cut"))
+    sizes = arrays[(*node.path, size)]
+    cuts = arrays.get((*node.path, "cut"))
 
     def fit(slot: int, count: int) -> int:
         if count > most:
@@ -356,7 +359,8 @@ def _fitter(
                     f"{where}: its size is {count}, and its maximum {most}; raise that in "
                     "make(max_sizes={path: n}), or pass jaxvec.spaces.Cut(n)"
                 )
-            cuts[slot], count = True, most
+            cuts[slot] = True
+            count = most
         sizes[slot] = count
         return count
 
@@ -372,7 +376,8 @@ def _fitter(
 
 def _sizer(node: PaddedNode, arrays: Arrays, part: str, size: str) -> Callable[[int], int]:
     """Returns a function that reads the size of a value, and checks it, as it can be part of an action."""
-    most, path = _max_size(node.child(part), arrays), (*node.path, size)
+    most = _max_size(node.child(part), arrays)
+    path = (*node.path, size)
     sizes = arrays[path]
     return lambda slot: _check_number(path, int(sizes[slot]), most)
 
@@ -390,7 +395,8 @@ def _encoding(chars: NDArray[Any]) -> tuple[str, str]:
 
 
 def _text_writer(node: PaddedNode, arrays: Arrays) -> Write:
-    chars, fit = arrays[(*node.path, "chars")], _fitter(node, arrays)
+    chars = arrays[(*node.path, "chars")]
+    fit = _fitter(node, arrays)
     encoding = _encoding(chars)
 
     def write(slot: int, value: Any) -> None:
@@ -405,14 +411,17 @@ def _text_writer(node: PaddedNode, arrays: Arrays) -> Write:
                 f"{format_path(node.path)}: {value[error.start]!r} is not in the charset of the space; "
                 "declare it in Text(charset=...)"
             ) from error
-        count, row = fit(slot, len(codes)), chars[slot]
-        row[:count], row[count:] = codes[:count], 0
+        count = fit(slot, len(codes))
+        row = chars[slot]
+        row[:count] = codes[:count]
+        row[count:] = 0
 
     return write
 
 
 def _text_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], str]:
-    chars, size = arrays[(*node.path, "chars")], _sizer(node, arrays, "chars", "length")
+    chars = arrays[(*node.path, "chars")]
+    size = _sizer(node, arrays, "chars", "length")
     encoding = _encoding(chars)
 
     def read(slot: int) -> str:
@@ -425,16 +434,18 @@ def _text_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], str]:
 
 
 def _item_rows(node: PaddedNode, arrays: Arrays) -> Arrays:
-    found = {leaf.path: arrays[leaf.path] for leaf in leaves(node.child("items"))}
+    stacked = {leaf.path: arrays[leaf.path] for leaf in leaves(node.child("items"))}
     return {
         path: array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
-        for path, array in found.items()
+        for path, array in stacked.items()
     }
 
 
 def _sequence_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     assert node.item is not None
-    item, fit, most = node.item, _fitter(node, arrays), _max_size(node.child("items"), arrays)
+    item = node.item
+    fit = _fitter(node, arrays)
+    most = _max_size(node.child("items"), arrays)
     parts = [arrays[leaf.path] for leaf in leaves(node.child("items"))]
     write_item = writer(item, _item_rows(node, arrays), check=check)
     stacked = node.kind == "stacked"
@@ -451,8 +462,8 @@ def _sequence_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
         count = fit(slot, len(value))
         if write_rows is not None:
             return write_rows(slot, np.asarray(value[:count]))
-        for place, one in enumerate(value[:count], slot * most):
-            write_item(place, one)
+        for row, item_value in enumerate(value[:count], slot * most):
+            write_item(row, item_value)
         for part in parts:
             part[slot, count:] = 0
         return None
@@ -462,8 +473,10 @@ def _sequence_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
 
 def _sequence_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], Any]:
     assert node.item is not None
-    item, size = node.item, _sizer(node, arrays, "items", "length")
-    most, read_items = _max_size(node.child("items"), arrays), reader(item, _item_rows(node, arrays))
+    item = node.item
+    size = _sizer(node, arrays, "items", "length")
+    most = _max_size(node.child("items"), arrays)
+    read_items = reader(item, _item_rows(node, arrays))
 
     def read(slot: int) -> Any:
         start = slot * most
@@ -500,7 +513,8 @@ def _stack(node: Node, items: Sequence[Any]) -> Any:
 
 
 def _rows_writer(leaf: Leaf, array: NDArray[Any], check: str) -> Callable[[int, NDArray[Any]], None]:
-    dtype, shape = np.dtype(leaf.dtype.str), leaf.shape[1:]
+    dtype = np.dtype(leaf.dtype.str)
+    shape = leaf.shape[1:]
 
     def write(slot: int, value: NDArray[Any]) -> None:
         count = len(value)

@@ -88,10 +88,11 @@ class Marks:
 
     def read_requested(self, slots: slice) -> NDArray[np.int64]:
         """Returns a copy of the requests of `slots`, with all or none of each send: see `Board::target`."""
-        before, requested = 1, self.requested
-        while before % 2 or self.target[1] != before:
-            before, requested = self.target[1], self.requested[slots].copy()
-        return requested
+        while True:
+            version = self.target[1]  # odd while the parent writes requests
+            requested = self.requested[slots].copy()
+            if version % 2 == 0 and self.target[1] == version:
+                return requested
 
 
 # --- Layout: the offset of each array in the segment -----------------------------------------------------
@@ -424,7 +425,8 @@ def index_of(slots: NDArray[Any]) -> Index:
     """Returns `slots` as a slice, if they are evenly spaced in ascending order."""
     if not len(slots):
         return slots
-    first, last = int(slots[0]), int(slots[-1])
+    first = int(slots[0])
+    last = int(slots[-1])
     step = int(slots[1]) - first if len(slots) > 1 else 1
     if step < 1 or (slots[1:] - slots[:-1] != step).any():  # faster than np.diff
         return slots
