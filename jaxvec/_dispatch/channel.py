@@ -104,10 +104,12 @@ class Channel(ParentChannel):
     """One end of a control socket, the pool's or a worker's."""
 
     def __init__(self, sock: socket.socket) -> None:
+        # Any thread sends, with `sending`; one thread at a time receives, in a pool with `polling`.
         self._socket = sock
         self.sending = threading.RLock()  # reentrant, because a signal handler may send, too
         self.descriptors: list[int] = []  # received descriptors, which the receiver removes
-        self._is_replacing = self._closed = False  # guarded by `sending`
+        self._is_replacing = False  # these two guarded by `sending`
+        self._closed = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -199,7 +201,8 @@ class Channel(ParentChannel):
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise EOFError from error
             else:
-                left, rights = left[sent:], []
+                left = left[sent:]
+                rights = []
 
     def _skip_wakes(self) -> None:
         """Reads the wake bytes that have arrived so far, so that they do not pile up before a message."""
@@ -240,15 +243,15 @@ class Channel(ParentChannel):
 
 def channel_pair() -> tuple[Channel, int]:
     """Makes a control socket. Returns the parent's end, and the descriptor of the worker's end."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(ours), theirs.detach()
+    parent_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(parent_end), worker_end.detach()
 
 
 def dead_socket() -> tuple[Channel, socket.socket]:
     """Makes a channel that neither receives nor sends, while the returned socket is open."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    theirs.shutdown(socket.SHUT_RD)
-    return Channel(ours), theirs
+    own_end, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    other_end.shutdown(socket.SHUT_RD)
+    return Channel(own_end), other_end
 
 
 def adopt_channel(descriptor: int) -> Channel:

@@ -51,19 +51,20 @@ class Slots:
 
     def __init__(self, marks: Marks) -> None:
         self._marks: Any = marks
-        self._requested, self._completed = marks.requested, marks.completed
+        self._requested = marks.requested  # the parent writes it
+        self._completed = marks.completed  # workers write these two, each its own slots
         self._completed_at = marks.completed_at  # ns of the monotonic clock
 
     def next_work(self, slots: slice) -> Work | None:
         """Returns the oldest work among the worker's slots, or `None` if the parent owns them all."""
         requested = self._marks.read_requested(slots)
-        mine = np.flatnonzero(requested != self._completed[slots])
-        if not mine.size:
+        unfinished = np.flatnonzero(requested != self._completed[slots])
+        if not unfinished.size:
             return None
-        mine = mine[requested[mine].argsort()]
-        verbs = verbs_of(requested[mine])
+        unfinished = unfinished[requested[unfinished].argsort()]
+        verbs = verbs_of(requested[unfinished])
         same = np.logical_and.accumulate(verbs == verbs[0])
-        return Work(VERBS[verbs[0]], slots.start + mine[same])
+        return Work(VERBS[verbs[0]], slots.start + unfinished[same])
 
     def are_completed(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
         """Returns for each of `slots` if the parent owns it."""
@@ -173,10 +174,11 @@ class PortableParentDispatch(ParentDispatch):
         self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]
     ) -> None:
         super().__init__(marks)
-        self._request_number = 0
+        self._request_number = 0  # the latest; written by the thread inside the engine
         self._stops = np.array([stop for _, stop in slices])
         self._channels = channels
-        self._last_death_check = -math.inf  # seconds of the monotonic clock
+        # Seconds of the monotonic clock. Any waiting thread writes it; an extra check does no harm.
+        self._last_death_check = -math.inf
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         numbers = self._request_number + np.arange(1, len(slots) + 1)
@@ -229,7 +231,8 @@ class PortableWorkerDispatch(WorkerDispatch):
             work = self.next_work(self._own)
             if work is not None:
                 return work
-            message, self._message = self._message or self._channel.receive(), None
+            message = self._message or self._channel.receive()
+            self._message = None
             if message is not WAKE:
                 return message
 
@@ -239,7 +242,8 @@ class PortableWorkerDispatch(WorkerDispatch):
         self._channel.wake()
 
     def receive_message(self) -> Any:
-        message, self._message = self._message or WAKE, None
+        message = self._message or WAKE
+        self._message = None
         while message is WAKE:
             message = self._channel.receive()
         return message

@@ -79,5 +79,5 @@ class Move:
 
 def name_caller(code: int) -> str:
     """Returns the name of the user's function, for a `Move.caller_code`."""
-    verb, on_host = Verb(code % Caller.HOST), code >= Caller.HOST
-    return f"VectorEnv.{verb.word} on the host" if on_host else verb.function
+    verb = Verb(code % Caller.HOST)
+    return f"VectorEnv.{verb.word} on the host" if code >= Caller.HOST else verb.function
