@@ -13,9 +13,6 @@ from jaxvec._memory.segment import Marks
 class Parent:
     """The parent's end of the dispatch. Its methods release the GIL."""
 
-    def __new__(
-        cls, *, marks: Marks, stops: NDArray[Any], sockets: NDArray[Any], spin_ns: int, look_around_ns: int
-    ) -> Parent: ...
     def send(self, verb: int, slots: NDArray[Any], /) -> None: ...
     def forward(self, requests: NDArray[Any], slots: NDArray[Any], /) -> None: ...
     def notify_worker(self, worker: int, /) -> None: ...
@@ -28,11 +25,11 @@ class Parent:
 class Worker:
     """A worker's end of the dispatch. Its methods release the GIL."""
 
-    def __new__(
-        cls, *, marks: Marks, index: int, first: int, stop: int, notices: int, spin_ns: int
-    ) -> Worker: ...
     def take(self, slots: NDArray[Any], /) -> tuple[int, int]:
-        """Waits for work and stores it in `slots`; returns its verb and number of slots, 0 for a message."""
+        """Waits for work and stores it in `slots`, which has room for all slots of the worker.
+
+        Returns its verb and number of slots, 0 for a message.
+        """
 
     def post(self, slots: NDArray[Any], /) -> None: ...
     def post_some(self, first: int, count: int, /) -> None: ...
@@ -40,51 +37,23 @@ class Worker:
     def notify_worker(self) -> None: ...
     def notify_parent(self) -> None: ...
 
+def parent(
+    marks: Marks, stops: NDArray[Any], sockets: NDArray[Any], spin_ns: int, look_around_ns: int, /
+) -> Parent:
+    """Returns the parent's end. `stops` has the end of each worker's slots."""
+
+def worker(marks: Marks, worker: int, first: int, stop: int, notices: int, spin_ns: int, /) -> Worker:
+    """Returns the end of a worker, with the slots from `first` to `stop - 1`."""
+
 def request_short_slices() -> str | None:
     """Requests short slices for this thread; returns the reason if it keeps the default slices."""
 
 # --- engine.h ---
 
-STATUSES: dict[str, int]  # the enumerators of C++, which must equal the enums in Python
-VERBS: dict[str, int]  # those that C++ knows, and the number of verbs of workers as END
-
 @final
 class Engine:
-    """The engine of a pool that compiled programs step without Python. Its methods release the GIL.
+    """The engine of a pool that compiled programs step without Python. Its methods release the GIL."""
 
-    `Plan` in engine.h documents the arguments. Programs find the pool by its id until it is closed.
-    """
-
-    def __new__(
-        cls,
-        *,
-        pool_id: int,
-        parent: Parent,
-        fingerprint: int,
-        batch_size: int,
-        in_order: bool,
-        all_at_once: bool,
-        wait_ns: int,
-        step_ns: int,
-        generation: NDArray[Any],
-        actions: Sequence[NDArray[Any]],
-        num_options: int,
-        results: Sequence[NDArray[Any]],
-        nonzero: Sequence[NDArray[Any] | None],
-        in_flight: NDArray[Any],
-        sent: NDArray[Any],
-        num_sent: NDArray[Any],
-        due: NDArray[Any],
-        needs_reset: NDArray[Any],
-        terminated: NDArray[Any] | None,
-        truncated: NDArray[Any] | None,
-        step_here: Callable[[NDArray[Any]], None] | None,
-        all_slots: NDArray[Any],
-    ) -> Engine: ...
-
-    last_caller: int
-    @property
-    def num_served(self) -> int: ...
     def enter(self, slots: NDArray[Any] | None, exclusive: bool, timeout_ns: int, /) -> bool: ...
     def leave(self) -> None: ...
     def hold(self, slots: NDArray[Any], alone: bool, /) -> None: ...
@@ -113,11 +82,44 @@ class Engine:
     def close_fast_path(self) -> None: ...
     def allow_gpu(self) -> None: ...
     def count_success(self) -> None: ...
+    def num_served(self) -> int: ...
+    def last_caller(self) -> int: ...
+    def set_last_caller(self, code: int, /) -> None: ...
     def start_trace(self, capacity: int, /) -> None: ...
     def stop_trace(self) -> tuple[list[tuple[int, int, int, int]], int]:
         """Returns the spans (what, start, end, thread), and the number of dropped spans."""
 
     def close(self) -> None: ...
+
+def engine(
+    *,
+    pool_id: int,
+    parent: Parent,
+    fingerprint: int,
+    batch_size: int,
+    in_order: bool,
+    all_at_once: bool,
+    wait_ns: int,
+    step_ns: int,
+    generation: NDArray[Any],
+    actions: Sequence[NDArray[Any]],
+    num_options: int,
+    results: Sequence[NDArray[Any]],
+    nonzero: Sequence[NDArray[Any] | None],
+    in_flight: NDArray[Any],
+    sent: NDArray[Any],
+    num_sent: NDArray[Any],
+    due: NDArray[Any],
+    needs_reset: NDArray[Any],
+    terminated: NDArray[Any] | None,
+    truncated: NDArray[Any] | None,
+    step_here: Callable[[NDArray[Any]], None] | None,
+    all_slots: NDArray[Any],
+) -> Engine:
+    """Returns an engine, which programs find by its pool's id until it is closed.
+
+    `Plan` in engine.h documents the arguments.
+    """
 
 # --- call.h, cuda.h, ffi.h, interrupts.h, stacks.h ---
 
@@ -157,7 +159,6 @@ def use_cuda(driver: str | None, /) -> None:
     """Loads another CUDA driver; `None` restores the default. For tests."""
 
 def call_cuda(
-    *,
     stream: int,
     verb: int,
     fresh: bool,
@@ -165,9 +166,13 @@ def call_cuda(
     fingerprint: int,
     operands: Sequence[NDArray[Any]],
     results: Sequence[NDArray[Any]],
-    packed: NDArray[Any],
+    packed: Sequence[NDArray[Any]],
+    /,
 ) -> str:
-    """Makes a call as a program on a GPU would, and returns the error's text. For tests."""
+    """Makes a call as a program on a GPU would, and returns the error's text. For tests.
+
+    `packed` has one array, in which the small results are.
+    """
 
 def watch_interrupts() -> None: ...
 def interrupts() -> int: ...

@@ -32,13 +32,10 @@ class NativeParentDispatch(ParentDispatch):
         spin_ns: int,
     ) -> None:
         super().__init__(marks)
-        self._native_end = load().Parent(
-            marks=marks,
-            stops=np.array([stop for _, stop in slices]),
-            sockets=np.array(sorted({channel.fileno() for channel in channels}), np.int32),
-            spin_ns=spin_ns,
-            look_around_ns=int(DEATH_CHECK_INTERVAL * 1e9),
-        )
+        stops = np.array([stop for _, stop in slices])
+        sockets = np.array(sorted({channel.fileno() for channel in channels}), np.int32)
+        look_around_ns = int(DEATH_CHECK_INTERVAL * 1e9)
+        self._native_end = load().parent(marks, stops, sockets, spin_ns, look_around_ns)
 
     @property
     def native_end(self) -> Any:
@@ -82,9 +79,7 @@ class NativeWorkerDispatch(WorkerDispatch):
     ) -> None:
         super().__init__(marks)
         first, stop = slots
-        self._worker = load().Worker(
-            marks=marks, index=worker, first=first, stop=stop, notices=notices, spin_ns=spin_ns
-        )
+        self._worker = load().worker(marks, worker, first, stop, notices, spin_ns)
         self._channel = channel
         self._own = slice(*slots)
         self._slots = np.empty(stop - first, np.int64)

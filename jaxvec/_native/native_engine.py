@@ -55,7 +55,7 @@ class CEngine(Engine):
         terminated, truncated = config.views.over if config.ends_need_reset else (None, None)
         timeout_ns = FOREVER_NS if config.timeout is None else int(config.timeout * 1e9)
         self.generation = np.zeros(len(pending_envs.needs_reset), np.uint32)
-        self._native = load().Engine(
+        self._native = load().engine(
             pool_id=config.pool_id,
             parent=dispatch.native_end,
             fingerprint=fingerprint,
@@ -82,11 +82,11 @@ class CEngine(Engine):
 
     @property
     def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._native.last_caller
+        return self._native.last_caller()
 
     @property
     def num_served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._native.num_served
+        return self._native.num_served()
 
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
         return self._native.enter(slots, exclusive, int(seconds * 1e9))
@@ -144,13 +144,13 @@ class CEngine(Engine):
     def advance(self, move: Move) -> None:
         if move.caller is not None:
             self.generation[move.slots] += np.uint32(1)
-            self._native.last_caller = move.caller_code
+            self._native.set_last_caller(move.caller_code)
 
     def retract(self, move: Move, last_caller: int) -> None:
         if move.caller is not None:
             self.generation[move.slots] -= np.uint32(1)
-            if self._native.last_caller == move.caller_code:
-                self._native.last_caller = last_caller
+            if self._native.last_caller() == move.caller_code:
+                self._native.set_last_caller(last_caller)
 
     def count_success(self) -> None:
         self._native.count_success()

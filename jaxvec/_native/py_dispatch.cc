@@ -1,14 +1,9 @@
 // `Parent` and `Worker`: the two ends of the dispatch for Python. native_dispatch.py wraps them.
-
-#include <algorithm>
 #include <numeric>
 
 #include "py_types.h"
 
 namespace jaxvec {
-
-PyTypeObject* parent_type;
-
 namespace {
 
 struct WorkerEnd {
@@ -18,94 +13,58 @@ struct WorkerEnd {
 };
 
 // Reads the addresses of the segment's words from a `Marks` (_memory/segment.py).
-bool read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns, Board* board) {
-  board->spin_ns = spin_ns;
-  board->look_around_ns = look_around_ns;
-  bool found = true;
-  const auto find = [&](const char* name, auto*& words) {
-    const Ref array(found ? PyObject_GetAttrString(marks, name) : nullptr);
-    found = array && PyArray_Check(array.get()) && PyArray_ISCARRAY(as_array(array.get()));
-    if (!found) return uint32_t{0};
-    words = static_cast<std::remove_reference_t<decltype(words)>>(PyArray_DATA(as_array(array.get())));
+Board read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns) {
+  Board board{};
+  board.spin_ns = spin_ns;
+  board.look_around_ns = look_around_ns;
+  const auto find = [marks](const char* name, auto*& words) {
+    const Ref array = own(PyObject_GetAttrString(marks, name));
+    void* const data = PyArray_DATA(as_array(array.get()));
+    words = static_cast<std::remove_reference_t<decltype(words)>>(data);
     return static_cast<uint32_t>(PyArray_DIM(as_array(array.get()), 0));
   };
-  board->num_slots = find("requested", board->requested);
-  find("completed", board->completed);
-  find("completed_at", board->completed_at);
-  board->num_workers = find("doorbell", board->doorbell);
-  find("worker_notices", board->worker_notices);
-  find("asleep", board->asleep);
-  find("finished", board->finished);
-  find("target", board->target);
-  find("sleepers", board->sleepers);
-  find("parent_notices", board->parent_notices);
-  if (!found && PyErr_Occurred() == nullptr)
-    PyErr_SetString(PyExc_TypeError, "an attribute of the marks is not a writeable C-contiguous array");
-  return found;
-}
-
-// Returns whether the worker and all slots exist, below `stop` if it is given; sets an IndexError if not.
-bool check(const Board& board, uint32_t worker, const Slots& slots, int64_t stop = INT64_MAX) {
-  bool valid = worker < board.num_workers;
-  stop = std::min<int64_t>(stop, board.num_slots);
-  for (uint32_t i = 0; i < slots.count; ++i) valid &= slots.data[i] >= 0 && slots.data[i] < stop;
-  if (!valid) {
-    PyErr_Format(PyExc_IndexError, "worker %u or one of its slots is out of range (%u workers, %u slots)",
-                 worker, board.num_workers, board.num_slots);
-  }
-  return valid;
+  board.num_slots = find("requested", board.requested);
+  find("completed", board.completed);
+  find("completed_at", board.completed_at);
+  board.num_workers = find("doorbell", board.doorbell);
+  find("worker_notices", board.worker_notices);
+  find("asleep", board.asleep);
+  find("finished", board.finished);
+  find("target", board.target);
+  find("sleepers", board.sleepers);
+  find("parent_notices", board.parent_notices);
+  return board;
 }
 
 // --- Parent ---
 
-PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"marks", "stops", "sockets", "spin_ns", "look_around_ns", nullptr};
-  PyObject* marks;
-  Slots stops;
-  Numbers<const int32_t, NPY_INT32> sockets;
-  uint32_t spin_ns, look_around_ns;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OO&O&II:Parent", const_cast<char**>(names), &marks,
-                                   stops.convert, &stops, sockets.convert, &sockets, &spin_ns,
-                                   &look_around_ns)) {
-    return nullptr;
-  }
-  Ref self = make_owner<ParentEnd>(type);
-  if (!self) return nullptr;
+Ref make_parent(PyObject* marks, const Slots& stops, const Numbers<int32_t, NPY_INT32>& sockets,
+                uint32_t spin_ns, uint32_t look_around_ns) {
+  Ref self = make_owner<ParentEnd>();
   auto& end = own_of<ParentEnd>(self.get());
-  if (!read_marks(marks, spin_ns, look_around_ns, &end.parent.board)) return nullptr;
-  if (stops.count == 0 || stops.count != end.parent.board.num_workers) {
-    PyErr_SetString(PyExc_ValueError, "there is not one stop per worker");
-    return nullptr;
-  }
   end.marks = share(marks);
   end.stops.assign(stops.data, stops.data + stops.count);
-  end.parent.stops = end.stops.data();
   end.sockets.assign(sockets.data, sockets.data + sockets.count);
+  end.parent.board = read_marks(marks, spin_ns, look_around_ns);
+  end.parent.stops = end.stops.data();
   end.parent.sockets = end.sockets.data();
   end.parent.num_sockets = sockets.count;
-  return self.release();
+  return self;
 }
 
 void parent_send(ParentEnd& end, uint32_t operation, const Slots& slots) {
-  if (!check(end.parent.board, 0, slots, end.stops.back())) return;
   without_gil([&] { send(end.parent, operation, slots.data, slots.count); });
 }
 
 void parent_forward(ParentEnd& end, const Slots& requests, const Slots& slots) {
-  if (!check(end.parent.board, 0, slots, end.stops.back())) return;
-  if (requests.count != end.parent.board.num_slots) {
-    PyErr_SetString(PyExc_ValueError, "there is not one request per slot");
-    return;
-  }
   without_gil([&] { forward(end.parent, requests.data, slots.data, slots.count); });
 }
 
 void parent_notify_worker(ParentEnd& end, uint32_t worker) {
-  if (check(end.parent.board, worker, {})) without_gil([&] { notify_worker(end.parent.board, worker); });
+  without_gil([&] { notify_worker(end.parent.board, worker); });
 }
 
 bool parent_wait(ParentEnd& end, const Slots& slots, uint32_t count, int64_t timeout_ns) {
-  if (!check(end.parent.board, 0, slots)) return false;
   return without_gil([&] { return wait(end.parent, slots.data, slots.count, count, timeout_ns); }) == kDone;
 }
 
@@ -130,57 +89,30 @@ PyMethodDef parent_methods[] = {
 
 // --- Worker ---
 
-PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {"marks", "index", "first", "stop", "notices", "spin_ns", nullptr};
-  PyObject* marks;
-  uint32_t spin_ns;
-  Ref self = make_owner<WorkerEnd>(type);
-  if (!self) return nullptr;
+Ref make_worker(PyObject* marks, uint32_t index, uint32_t first, uint32_t stop, uint32_t notices,
+                uint32_t spin_ns) {
+  Ref self = make_owner<WorkerEnd>();
   auto& end = own_of<WorkerEnd>(self.get());
-  Worker& worker = end.worker;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OIIIII:Worker", const_cast<char**>(names), &marks,
-                                   &worker.index, &worker.first, &worker.stop, &worker.seen_notices,
-                                   &spin_ns) ||
-      !read_marks(marks, spin_ns, 0, &worker.board)) {
-    return nullptr;
-  }
-  const Board& board = worker.board;
-  if (worker.index >= board.num_workers || worker.first > worker.stop || worker.stop > board.num_slots) {
-    return PyErr_Format(PyExc_IndexError,
-                        "worker %u with slots %u to %u is out of range (%u workers, %u slots)", worker.index,
-                        worker.first, worker.stop, board.num_workers, board.num_slots);
-  }
   end.marks = share(marks);
-  end.slots.resize(worker.stop - worker.first);
-  std::iota(end.slots.begin(), end.slots.end(), worker.first);
-  return self.release();
+  end.worker = {read_marks(marks, spin_ns, 0), index, first, stop, notices};
+  end.slots.resize(stop - first);
+  std::iota(end.slots.begin(), end.slots.end(), first);
+  return self;
 }
 
-PyObject* worker_take(WorkerEnd& end, PyObject* array) {
-  int64_t* slots = nullptr;
-  if (!convert_shared<int64_t>(array, &slots)) return nullptr;
-  if (slots == nullptr || PyArray_SIZE(as_array(array)) < static_cast<npy_intp>(end.slots.size())) {
-    return PyErr_Format(PyExc_ValueError, "the array needs room for all %zu slots of the worker",
-                        end.slots.size());
-  }
+// Stores the slots in an array with room for all of the worker's.
+Ref worker_take(WorkerEnd& end, int64_t* slots) {
   uint32_t operation = 0, count = 0;
   without_gil([&] { take(end.worker, &operation, slots, &count); });
-  return Py_BuildValue("II", operation, count);
+  return own(Py_BuildValue("II", operation, count));
 }
 
 void worker_post(WorkerEnd& end, const Slots& slots) {
-  if (!check(end.worker.board, end.worker.index, slots)) return;
   without_gil([&] { post(end.worker, slots.data, slots.count); });
 }
 
 void worker_post_some(WorkerEnd& end, uint32_t first, uint32_t count) {
-  const Worker& worker = end.worker;
-  if (first < worker.first || first > worker.stop || count > worker.stop - first) {
-    PyErr_Format(PyExc_IndexError, "%u slots from %u on are not all in the worker's range %u to %u", count,
-                 first, worker.first, worker.stop);
-    return;
-  }
-  without_gil([&] { post(end.worker, end.slots.data() + (first - worker.first), count); });
+  without_gil([&] { post(end.worker, end.slots.data() + (first - end.worker.first), count); });
 }
 
 void worker_mark_notice_seen(WorkerEnd& end) { ++end.worker.seen_notices; }
@@ -203,10 +135,10 @@ PyMethodDef worker_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyObject* request_slices(PyObject*, PyObject*) { return Py_BuildValue("z", request_short_slices()); }
-
 PyMethodDef functions[] = {
-    {"request_short_slices", request_slices, METH_NOARGS, nullptr},
+    define<make_parent>("parent"),
+    define<make_worker>("worker"),
+    define<request_short_slices>("request_short_slices"),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -215,12 +147,7 @@ PyMethodDef functions[] = {
 
 bool add_dispatch(PyObject* module) {
   using namespace jaxvec;
-  parent_type = make_type<ParentEnd>(
-      "jaxvec._native._ext.Parent",
-      {{Py_tp_new, reinterpret_cast<void*>(make_parent)}, {Py_tp_methods, parent_methods}});
-  PyTypeObject* const worker_type = make_type<WorkerEnd>(
-      "jaxvec._native._ext.Worker",
-      {{Py_tp_new, reinterpret_cast<void*>(make_worker)}, {Py_tp_methods, worker_methods}});
-  return parent_type != nullptr && worker_type != nullptr && PyModule_AddType(module, parent_type) == 0 &&
-         PyModule_AddType(module, worker_type) == 0 && PyModule_AddFunctions(module, functions) == 0;
+  return make_type<ParentEnd>("jaxvec._native._ext.Parent", {Py_tp_methods, parent_methods}) &&
+         make_type<WorkerEnd>("jaxvec._native._ext.Worker", {Py_tp_methods, worker_methods}) &&
+         PyModule_AddFunctions(module, functions) == 0;
 }

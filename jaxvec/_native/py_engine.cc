@@ -22,16 +22,20 @@ class PythonEnvs : public LocalEnvs {
   bool step(const std::vector<int64_t>& slots) override {
     const WithGil gil;
     if (step_slots_ == nullptr) return false;
-    const Ref function = share(step_slots_), array = to_array(slots);
-    const Ref done(array ? PyObject_CallFunctionObjArgs(function.get(), array.get(), nullptr) : nullptr);
-    if (!done) failure = take_exception().release();
-    return done && step_slots_ != nullptr;
+    const Ref function = share(step_slots_);
+    try {
+      own(PyObject_CallFunctionObjArgs(function.get(), to_array(slots).get(), nullptr));
+    } catch (const PythonError&) {
+      failure = take_exception().release();
+      return false;
+    }
+    return step_slots_ != nullptr;
   }
 
   void close() { step_slots_ = all_slots_ = nullptr; }
 
  private:
-  // Returns an array of slots, for all slots always the same one; null if a Python error is set.
+  // Returns an array of slots, for all slots always the same one.
   Ref to_array(const std::vector<int64_t>& slots) const {
     auto count = static_cast<npy_intp>(slots.size());
     const size_t bytes = slots.size() * sizeof(int64_t);
@@ -39,8 +43,8 @@ class PythonEnvs : public LocalEnvs {
     if (PyArray_SIZE(all) == count && std::memcmp(PyArray_DATA(all), slots.data(), bytes) == 0) {
       return share(all_slots_);
     }
-    Ref array(PyArray_SimpleNew(1, &count, NPY_INT64));
-    if (array) std::memcpy(PyArray_DATA(as_array(array.get())), slots.data(), bytes);
+    Ref array = own(PyArray_SimpleNew(1, &count, NPY_INT64));
+    std::memcpy(PyArray_DATA(as_array(array.get())), slots.data(), bytes);
     return array;
   }
 
@@ -58,24 +62,22 @@ struct EngineObject {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<PythonEnvs> local;  // null if workers have the envs
 
-  // Returns a list of new arrays for the rows of a time step; null if a Python error is set. Leaves in
-  // `unread` get no rows and a null pointer. All rows are one allocation, since each allocation costs time.
+  // Returns a list of new arrays for the rows of a time step. Leaves in `unread` get no rows and a null
+  // pointer. All rows are one allocation, since each allocation costs time.
   Ref make_rows(npy_intp rows, PyObject* unread, std::vector<void*>* pointers) const {
     std::vector<npy_intp> counts, offsets;
     npy_intp size = 0;
     for (size_t i = 0; i < results.size(); ++i) {
-      const Ref index(PyLong_FromSize_t(i));
-      const int skipped = index ? PySet_Contains(unread, index.get()) : -1;
-      if (skipped < 0) return nullptr;
+      const int skipped = PySet_Contains(unread, own(PyLong_FromSize_t(i)).get());
+      if (skipped < 0) throw PythonError();
       counts.push_back(skipped != 0 ? 0 : rows);
       offsets.push_back(size);
       PyArrayObject* leaf = as_array(results[i].get());
       const npy_intp bytes = counts[i] * (PyArray_NBYTES(leaf) / PyArray_DIM(leaf, 0));
       size += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     }
-    const Ref memory(PyArray_SimpleNew(1, &size, NPY_UINT8));
-    Ref all(PyList_New(static_cast<Py_ssize_t>(results.size())));
-    if (!memory || !all) return nullptr;
+    const Ref memory = own(PyArray_SimpleNew(1, &size, NPY_UINT8));
+    Ref all = own(PyList_New(static_cast<Py_ssize_t>(results.size())));
     for (size_t i = 0; i < results.size(); ++i) {
       PyArrayObject* leaf = as_array(results[i].get());
       std::vector<npy_intp> dims(PyArray_DIMS(leaf), PyArray_DIMS(leaf) + PyArray_NDIM(leaf));
@@ -83,62 +85,62 @@ struct EngineObject {
       void* const data = PyArray_BYTES(as_array(memory.get())) + offsets[i];
       pointers->push_back(dims[0] > 0 ? data : nullptr);
       Ref array = make_array(PyArray_DESCR(leaf), dims, data);
-      if (!array || PyArray_SetBaseObject(as_array(array.get()), Py_NewRef(memory.get())) < 0) return nullptr;
+      if (PyArray_SetBaseObject(as_array(array.get()), Py_NewRef(memory.get())) < 0) throw PythonError();
       PyList_SetItem(all.get(), static_cast<Py_ssize_t>(i), array.release());
     }
     return all;
   }
 };
 
-Engine& engine_of(PyObject* self) { return *own_of<EngineObject>(self).engine; }
+// A converter for "O&".
+template <typename T>
+int convert(PyObject* from, void* to) try {
+  read(from, static_cast<T*>(to));
+  return 1;
+} catch (const PythonError&) {
+  return 0;
+}
 
-PyObject* make_engine(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+PyObject* make_engine(PyObject*, PyObject* args, PyObject* kwargs) try {
   static const char* names[] = {"pool_id",     "parent",    "fingerprint", "batch_size", "in_order",
                                 "all_at_once", "wait_ns",   "step_ns",     "generation", "actions",
                                 "num_options", "results",   "nonzero",     "in_flight",  "sent",
                                 "num_sent",    "due",       "needs_reset", "terminated", "truncated",
                                 "step_here",   "all_slots", nullptr};
   Plan plan{};
-  PyObject *parent, *actions, *results, *nonzero, *step_here, *all_slots;
+  Arrays actions, results;
+  std::vector<Ref> nonzero;
+  PyObject *parent, *step_here, *all_slots;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!lIppllO&OIOOO&O&O&O&O&O&O&OO!:Engine", const_cast<char**>(names), &plan.id,
-          parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.all_at_once,
-          &plan.wait_ns, &plan.step_ns, convert_shared<uint32_t>, &plan.generation, &actions,
-          &plan.num_options, &results, &nonzero, convert_shared<uint8_t>, &plan.in_flight,
-          convert_shared<int64_t>, &plan.sent, convert_shared<uint32_t>, &plan.num_sent,
-          convert_shared<int64_t>, &plan.due, convert_shared<uint8_t>, &plan.needs_reset,
-          convert_shared<const uint8_t>, &plan.terminated, convert_shared<const uint8_t>, &plan.truncated,
-          &step_here, &PyArray_Type, &all_slots)) {
+          args, kwargs, "$IO!lIppllO&O&IO&O&O&O&O&O&O&O&O&OO!:engine", const_cast<char**>(names), &plan.id,
+          type_of<ParentEnd>, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.all_at_once,
+          &plan.wait_ns, &plan.step_ns, convert<uint32_t*>, &plan.generation, convert<Arrays>, &actions,
+          &plan.num_options, convert<Arrays>, &results, convert<std::vector<Ref>>, &nonzero,
+          convert<uint8_t*>, &plan.in_flight, convert<int64_t*>, &plan.sent, convert<uint32_t*>,
+          &plan.num_sent, convert<int64_t*>, &plan.due, convert<uint8_t*>, &plan.needs_reset,
+          convert<const uint8_t*>, &plan.terminated, convert<const uint8_t*>, &plan.truncated, &step_here,
+          &PyArray_Type, &all_slots)) {
     return nullptr;
   }
-  Ref object = make_owner<EngineObject>(type);
-  if (!object) return nullptr;
+  Ref object = make_owner<EngineObject>();
   auto& self = own_of<EngineObject>(object.get());
-  std::vector<Ref> action_leaves, flags;
-  Arrays action_arrays, result_arrays;
-  if (!action_arrays.borrow(actions, &action_leaves) || !result_arrays.borrow(results, &self.results) ||
-      !append_items(nonzero, &flags)) {
-    return nullptr;
-  }
-  for (size_t i = 0; i < flags.size() && i < result_arrays.arrays.size(); ++i) {
-    if (!convert_shared<const uint8_t>(flags[i].get(), &result_arrays.arrays[i].nonzero)) return nullptr;
-  }
   plan.parent = &own_of<ParentEnd>(parent).parent;
-  plan.actions = std::move(action_arrays.arrays);
-  self.num_actions = plan.actions.size();
-  plan.results = std::move(result_arrays.arrays);
-  if (step_here != Py_None) {
-    self.local = std::make_shared<PythonEnvs>(step_here, all_slots);
-    plan.local = self.local;
-  }
+  plan.actions = std::move(actions.arrays);
+  plan.results = std::move(results.arrays);
+  for (size_t i = 0; i < plan.results.size(); ++i) read(nonzero[i].get(), &plan.results[i].nonzero);
+  if (step_here != Py_None) plan.local = self.local = std::make_shared<PythonEnvs>(step_here, all_slots);
   self.kept = share(kwargs);
+  self.results = std::move(results.items);
   self.id = plan.id;
   self.batch_size = plan.batch_size;
   self.num_slots = plan.parent->board.num_slots;
+  self.num_actions = plan.actions.size();
   self.engine = std::make_shared<Engine>(plan);
   self.engine->state.open = 1;
   publish(plan.id, self.engine);
   return object.release();
+} catch (const PythonError&) {
+  return nullptr;
 }
 
 // --- Locks ---
@@ -162,27 +164,21 @@ bool engine_holds(EngineObject& self) {
 
 // --- Moves ---
 
-PyObject* to_python(Status status) { return PyLong_FromLong(static_cast<long>(status)); }
-
-PyObject* engine_move(EngineObject& self, uint32_t verb, uint32_t caller_code, bool new_generation,
-                      const Slots& slots, const Generation& generation, const Slots& sent, PyObject* given,
-                      PyObject* unread) {
-  std::vector<Ref> actions;
-  if (!append_items(given, &actions)) return nullptr;
+Ref engine_move(EngineObject& self, uint32_t verb, uint32_t caller_code, bool new_generation,
+                const Slots& slots, const Generation& generation, const Slots& sent,
+                std::vector<Ref>& actions, PyObject* unread) {
   std::vector<const void*> action_pointers;
   for (Ref& action : actions) {
-    action = Ref(PyArray_FROM_OF(action.get(), NPY_ARRAY_C_CONTIGUOUS));
-    if (!action) return nullptr;
+    action = own(PyArray_FROM_OF(action.get(), NPY_ARRAY_C_CONTIGUOUS));
     action_pointers.push_back(PyArray_DATA(as_array(action.get())));
   }
   action_pointers.resize(self.num_actions);  // null for reset options that the caller does not have
   std::vector<void*> result_pointers;
-  Ref rows(PyList_New(0));
+  Ref rows = own(PyList_New(0));
   if (verb != kSend) {
     const uint32_t count = slots.data == nullptr ? self.num_slots : slots.count;
     rows = self.make_rows(verb == kRecv ? self.batch_size : count, unread, &result_pointers);
   }
-  if (!rows) return nullptr;
   Request request{verb,
                   caller_code,
                   new_generation,
@@ -198,20 +194,18 @@ PyObject* engine_move(EngineObject& self, uint32_t verb, uint32_t caller_code, b
     HostTarget target;
     return self.engine->move(request, target);
   });
-  if (const Ref exception = take_failure()) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.get())), exception.get());
-    return nullptr;
-  }
-  return Py_BuildValue("INl", static_cast<uint32_t>(status), rows.release(), request.waited_ns);
+  if (const Ref exception = take_failure()) raise_again(exception);
+  return own(Py_BuildValue("INl", static_cast<uint32_t>(status), rows.release(), request.waited_ns));
 }
 
-PyObject* engine_check_handle(EngineObject& self, const Slots& slots, const Generation& generation) {
-  return to_python(
-      without_gil([&] { return self.engine->check_handle(slots.data, generation.data, slots.count); }));
+uint32_t engine_check_handle(EngineObject& self, const Slots& slots, const Generation& generation) {
+  const auto check = [&] { return self.engine->check_handle(slots.data, generation.data, slots.count); };
+  return static_cast<uint32_t>(without_gil(check));
 }
 
-PyObject* engine_check_envs(EngineObject& self, const Slots& slots, bool stepped) {
-  return to_python(without_gil([&] { return self.engine->check_envs(slots.data, slots.count, stepped); }));
+uint32_t engine_check_envs(EngineObject& self, const Slots& slots, bool stepped) {
+  const auto check = [&] { return self.engine->check_envs(slots.data, slots.count, stepped); };
+  return static_cast<uint32_t>(without_gil(check));
 }
 
 // --- State ---
@@ -224,36 +218,27 @@ void engine_count_success(EngineObject& self) {
   self.engine->state.num_served.fetch_add(1, std::memory_order_relaxed);
 }
 
-PyObject* engine_num_served(PyObject* self, void*) {
-  return PyLong_FromUnsignedLong(engine_of(self).state.num_served);
-}
+uint32_t engine_num_served(EngineObject& self) { return self.engine->state.num_served; }
 
-PyObject* engine_last_caller(PyObject* self, void*) {
-  return PyLong_FromUnsignedLong(engine_of(self).state.last_caller);
-}
+uint32_t engine_last_caller(EngineObject& self) { return self.engine->state.last_caller; }
 
-int engine_set_last_caller(PyObject* self, PyObject* value, void*) {
-  const unsigned long code = value == nullptr ? 0 : PyLong_AsUnsignedLong(value);
-  if (PyErr_Occurred() != nullptr) return -1;
-  engine_of(self).state.last_caller = static_cast<uint32_t>(code);
-  return 0;
-}
+void engine_set_last_caller(EngineObject& self, uint32_t code) { self.engine->state.last_caller = code; }
 
 void engine_start_trace(EngineObject& self, uint32_t capacity) {
   self.trace_capacity = capacity;
   without_gil([&] { self.engine->trace.start(capacity); });
 }
 
-PyObject* engine_stop_trace(EngineObject& self) {
+Ref engine_stop_trace(EngineObject& self) {
   std::vector<Span> spans(std::max(self.trace_capacity, 1u));
   const uint64_t count = without_gil([&] { return self.engine->trace.stop(spans.data()); });
   spans.resize(std::min<uint64_t>(count, spans.size()));
-  Ref all(PyList_New(0));
+  Ref all = own(PyList_New(0));
   for (const Span& span : spans) {
-    const Ref row(Py_BuildValue("IllI", span.what, span.start_ns, span.end_ns, span.thread));
-    if (!all || !row || PyList_Append(all.get(), row.get()) < 0) return nullptr;
+    const Ref row = own(Py_BuildValue("IllI", span.what, span.start_ns, span.end_ns, span.thread));
+    if (PyList_Append(all.get(), row.get()) < 0) throw PythonError();
   }
-  return all ? Py_BuildValue("Nk", all.release(), count - spans.size()) : nullptr;
+  return own(Py_BuildValue("Nk", all.release(), count - spans.size()));
 }
 
 void engine_close(EngineObject& self) {
@@ -277,49 +262,19 @@ PyMethodDef methods[] = {
     define<engine_close_fast_path>("close_fast_path"),
     define<engine_allow_gpu>("allow_gpu"),
     define<engine_count_success>("count_success"),
+    define<engine_num_served>("num_served"),
+    define<engine_last_caller>("last_caller"),
+    define<engine_set_last_caller>("set_last_caller"),
     define<engine_start_trace>("start_trace"),
     define<engine_stop_trace>("stop_trace"),
     define<engine_close>("close"),
     {nullptr, nullptr, 0, nullptr},
 };
-PyGetSetDef attributes[] = {
-    {"num_served", engine_num_served, nullptr, nullptr, nullptr},
-    {"last_caller", engine_last_caller, engine_set_last_caller, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+
+PyMethodDef functions[] = {
+    {"engine", as_method(make_engine), METH_VARARGS | METH_KEYWORDS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
-
-// --- Enumerators, which must equal those of Python (tests/unit/test_engine.py) ---
-
-struct Enumerator {
-  const char* name;
-  Status value;
-};
-constexpr Enumerator kStatuses[] = {{"DONE", Status::kDone},
-                                    {"UNDER_WAY", Status::kUnderWay},
-                                    {"ELSEWHERE", Status::kElsewhere},
-                                    {"REFUSED", Status::kRefused},
-                                    {"BUSY", Status::kBusy},
-                                    {"COPYING", Status::kCopying},
-                                    {"NO_SUCH_ENV", Status::kNoSuchEnv},
-                                    {"DUPLICATE", Status::kDuplicate},
-                                    {"STALE", Status::kStale},
-                                    {"PENDING", Status::kPending},
-                                    {"NEEDS_RESET", Status::kNeedsReset},
-                                    {"TOO_FEW_PENDING", Status::kTooFewPending},
-                                    {"LATE", Status::kLate}};
-
-bool add_enumerators(PyObject* module) {
-  const Ref statuses(PyDict_New());
-  for (const auto& [name, value] : kStatuses) {
-    const Ref number(to_python(value));
-    if (!statuses || !number || PyDict_SetItemString(statuses.get(), name, number.get()) < 0) return false;
-  }
-  const Ref verbs(Py_BuildValue("{sI sI sI sI sI sI sI sI}", "RESET", kReset, "STEP", kStep, "SEND", kSend,
-                                "RECV", kRecv, "SAVE", kSave, "RESTORE", kRestore, "SIMULATE", kSimulate,
-                                "END", kEnd));
-  return verbs && PyModule_AddObjectRef(module, "STATUSES", statuses.get()) == 0 &&
-         PyModule_AddObjectRef(module, "VERBS", verbs.get()) == 0;
-}
 
 }  // namespace
 
@@ -329,9 +284,6 @@ Ref take_failure() { return Ref(std::exchange(failure, nullptr)); }
 
 bool add_engine(PyObject* module) {
   using namespace jaxvec;
-  PyTypeObject* const type = make_type<EngineObject>("jaxvec._native._ext.Engine",
-                                                     {{Py_tp_new, reinterpret_cast<void*>(make_engine)},
-                                                      {Py_tp_methods, methods},
-                                                      {Py_tp_getset, attributes}});
-  return type != nullptr && PyModule_AddType(module, type) == 0 && add_enumerators(module);
+  return make_type<EngineObject>("jaxvec._native._ext.Engine", {Py_tp_methods, methods}) &&
+         PyModule_AddFunctions(module, functions) == 0;
 }

@@ -16,8 +16,6 @@ struct ParentEnd {
   Parent parent{};
 };
 
-extern PyTypeObject* parent_type;  // of Owner<ParentEnd>
-
 // Removes and returns the exception that ended this thread's latest move of local envs; null if there is
 // none.
 Ref take_failure();
@@ -34,44 +32,38 @@ inline Ref take_exception() {
   return Ref(value);
 }
 
-// Appends the items of a sequence; false if a Python error is set.
-inline bool append_items(PyObject* sequence, std::vector<Ref>* items) {
-  const Py_ssize_t count = PySequence_Size(sequence);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    items->push_back(Ref(PySequence_GetItem(sequence, i)));
-    if (!items->back()) return false;
-  }
-  return count >= 0;
+// Throws an exception that `take_exception` returned.
+[[noreturn]] inline void raise_again(const Ref& exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.get())), exception.get());
+  throw PythonError();
 }
 
 // Arrays that borrow their memory from NumPy's.
 struct Arrays {
+  std::vector<Ref> items;
   std::vector<Array> arrays;
   std::vector<std::vector<int64_t>> dims;  // to which `arrays` point
-
-  // Appends the arrays of a sequence, and keeps them in `items`; false if a Python error is set.
-  bool borrow(PyObject* sequence, std::vector<Ref>* items) {
-    if (!append_items(sequence, items)) return false;
-    for (const Ref& each : *items) {
-      PyArrayObject* array = as_array(each.get());
-      if (!PyArray_Check(each.get()) || !PyArray_ISCARRAY_RO(array)) {
-        PyErr_Format(PyExc_TypeError, "expected a C-contiguous array, not %R", Py_TYPE(each.get()));
-        return false;
-      }
-      const auto rank = static_cast<uint32_t>(PyArray_NDIM(array));
-      dims.emplace_back(PyArray_DIMS(array), PyArray_DIMS(array) + rank);
-      const auto kind = static_cast<unsigned char>(PyArray_DESCR(array)->kind);
-      arrays.push_back({PyArray_DATA(array), dims.back().data(), rank,
-                        kind + 256 * static_cast<uint32_t>(PyArray_ITEMSIZE(array)), nullptr});
-    }
-    return true;
-  }
 };
 
-// Returns an array over memory that it does not own; null if a Python error is set.
+inline void read(PyObject* from, Arrays* to) {
+  read(from, &to->items);
+  for (const Ref& item : to->items) {
+    PyArrayObject* array = as_array(item.get());
+    if (!PyArray_Check(item.get()) || !PyArray_ISCARRAY_RO(array)) {
+      raise(PyExc_TypeError, "expected a C-contiguous array, not %R", Py_TYPE(item.get()));
+    }
+    const auto rank = static_cast<uint32_t>(PyArray_NDIM(array));
+    to->dims.emplace_back(PyArray_DIMS(array), PyArray_DIMS(array) + rank);
+    const auto kind = static_cast<unsigned char>(PyArray_DESCR(array)->kind);
+    const uint32_t dtype = kind + 256 * static_cast<uint32_t>(PyArray_ITEMSIZE(array));
+    to->arrays.push_back({PyArray_DATA(array), to->dims.back().data(), rank, dtype, nullptr});
+  }
+}
+
+// Returns an array over memory that it does not own.
 inline Ref make_array(PyArray_Descr* dtype, const std::vector<npy_intp>& dims, void* data) {
   Py_IncRef(reinterpret_cast<PyObject*>(dtype));  // PyArray_NewFromDescr takes this reference
-  return Ref(PyArray_NewFromDescr(&PyArray_Type, dtype, static_cast<int>(dims.size()), dims.data(), nullptr,
+  return own(PyArray_NewFromDescr(&PyArray_Type, dtype, static_cast<int>(dims.size()), dims.data(), nullptr,
                                   data, NPY_ARRAY_CARRAY, nullptr));
 }
 

@@ -1,5 +1,5 @@
-// Helpers for the files that use Python's C API: owned references, work without the GIL, Python objects that
-// hold a C++ object, and converters of arguments.
+// Helpers for the files that use Python's C API: owned references, errors as exceptions, work without the
+// GIL, Python objects that hold a C++ object, and functions with converted arguments.
 //
 // The limited API makes one library serve every Python from 3.11 on. Callers hold the GIL, except inside of
 // `without_gil`.
@@ -20,12 +20,13 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-static_assert(std::is_same_v<int64_t, long>);  // the format "l" parses and builds an int64_t
+static_assert(std::is_same_v<int64_t, long>);  // the format "l" builds an int64_t
 
 struct Release {
   void operator()(PyObject* object) const { Py_XDECREF(object); }
@@ -36,16 +37,29 @@ inline Ref share(PyObject* object) { return Ref(Py_NewRef(object)); }
 
 inline PyArrayObject* as_array(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
 
-// Returns a zeroed object of `type`, without calling a constructor.
-template <typename T>
-T* allocate(PyTypeObject* type) {
-  auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-  return reinterpret_cast<T*>(allocate(type, 0));
+// Returns a zeroed object of `type`, without calling a constructor; null if a Python error is set.
+inline PyObject* allocate(PyTypeObject* type) {
+  return reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
 // Casts a function with keyword arguments to the one type that tables of methods have.
 inline PyCFunction as_method(PyCFunctionWithKeywords function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+// Thrown while a Python error is set; `call_with` passes the error on.
+struct PythonError {};
+
+// Owns a new reference; throws if it is null.
+inline Ref own(PyObject* object) {
+  if (object == nullptr) throw PythonError();
+  return Ref(object);
+}
+
+template <typename... Arguments>
+[[noreturn]] void raise(PyObject* type, const char* format, Arguments... arguments) {
+  PyErr_Format(type, format, arguments...);
+  throw PythonError();
 }
 
 inline void take_gil(PyThreadState* state) {
@@ -98,23 +112,26 @@ auto without_gil(const Work& work) {
   }
 }
 
-// A Python object that holds a `T`.
+// A Python object that holds a `T`. The functions of this module make it, Python code can't.
 template <typename T>
 struct Owner {
   PyObject_HEAD T own;
 };
 
 template <typename T>
+inline PyTypeObject* type_of = nullptr;  // of Owner<T>
+
+template <typename T>
 T& own_of(PyObject* object) {
   return reinterpret_cast<Owner<T>*>(object)->own;
 }
 
-// Returns an object with a default-constructed `T`; null if a Python error is set.
+// Returns an object with a default-constructed `T`.
 template <typename T>
-Ref make_owner(PyTypeObject* type) {
-  auto* object = allocate<Owner<T>>(type);
-  if (object != nullptr) new (&object->own) T();
-  return Ref(reinterpret_cast<PyObject*>(object));
+Ref make_owner() {
+  Ref object = own(allocate(type_of<T>));
+  new (&own_of<T>(object.get())) T();
+  return object;
 }
 
 template <typename T>
@@ -125,111 +142,119 @@ void deallocate_owner(PyObject* object) {
   Py_DECREF(type);
 }
 
-// Returns a new type of `Owner<T>`; null if a Python error is set. Python code can instantiate it only if the
-// slots contain `Py_tp_new`.
+// Creates the type of `Owner<T>` with its methods, or another slot; false if a Python error is set.
 template <typename T>
-PyTypeObject* make_type(const char* name, std::vector<PyType_Slot> slots) {
-  const bool has_new = slots[0].slot == Py_tp_new;
-  slots.push_back({Py_tp_dealloc, reinterpret_cast<void*>(deallocate_owner<T>)});
-  slots.push_back({0, nullptr});
-  const unsigned flags = Py_TPFLAGS_DEFAULT | (has_new ? 0 : Py_TPFLAGS_DISALLOW_INSTANTIATION);
-  PyType_Spec spec = {name, sizeof(Owner<T>), 0, flags, slots.data()};
-  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+bool make_type(const char* name, PyType_Slot slot) {
+  PyType_Slot slots[] = {slot, {Py_tp_dealloc, reinterpret_cast<void*>(deallocate_owner<T>)}, {0, nullptr}};
+  constexpr unsigned kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  PyType_Spec spec = {name, sizeof(Owner<T>), 0, kFlags, slots};
+  type_of<T> = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  return type_of<T> != nullptr;
 }
 
 // An argument of numbers, converted to a contiguous array of `T`. `data` is null for `None`.
 template <typename T, int type>
 struct Numbers {
   Ref array;
-  T* data = nullptr;
+  const T* data = nullptr;
   uint32_t count = 0;
+};
+using Slots = Numbers<int64_t, NPY_INT64>;
+using Generation = Numbers<uint32_t, NPY_UINT32>;
 
-  // For "O&".
-  static int convert(PyObject* given, void* to) {
-    auto* self = static_cast<Numbers*>(to);
-    if (given == Py_None) return 1;
-    constexpr int kFlags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_FORCECAST;
-    self->array = Ref(PyArray_FROM_OTF(given, type, kFlags));
-    if (!self->array) return 0;
-    self->data = static_cast<T*>(PyArray_DATA(as_array(self->array.get())));
-    self->count = static_cast<uint32_t>(PyArray_SIZE(as_array(self->array.get())));
-    return 1;
+// Converters of arguments; they throw if a Python error is set.
+inline void read(PyObject* from, PyObject** to) { *to = from; }
+
+inline void read(PyObject* from, const char** to) {
+  *to = from == Py_None ? nullptr : PyUnicode_AsUTF8AndSize(from, nullptr);
+  if (PyErr_Occurred() != nullptr) throw PythonError();
+}
+
+inline void read(PyObject* from, std::string_view* to) {
+  char* bytes;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(from, &bytes, &size) < 0) throw PythonError();
+  *to = {bytes, static_cast<size_t>(size)};
+}
+
+template <typename T>
+std::enable_if_t<std::is_integral_v<T>> read(PyObject* from, T* to) {
+  *to = static_cast<T>(PyLong_AsUnsignedLongLongMask(from));
+  if (PyErr_Occurred() != nullptr) throw PythonError();
+}
+
+// Reads the items of a sequence.
+inline void read(PyObject* from, std::vector<Ref>* items) {
+  const Py_ssize_t count = PySequence_Size(from);
+  if (count < 0) throw PythonError();
+  for (Py_ssize_t i = 0; i < count; ++i) items->push_back(own(PySequence_GetItem(from, i)));
+}
+
+template <typename T, int type>
+void read(PyObject* from, Numbers<T, type>* to) {
+  if (from == Py_None) return;
+  constexpr int kFlags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_FORCECAST;
+  to->array = own(PyArray_FROM_OTF(from, type, kFlags));
+  to->data = static_cast<T*>(PyArray_DATA(as_array(to->array.get())));
+  to->count = static_cast<uint32_t>(PyArray_SIZE(as_array(to->array.get())));
+}
+
+// Reads the address of an array that Python or other processes use, too, so it is never converted. `None`
+// leaves the address unchanged.
+template <typename T>
+std::enable_if_t<std::is_integral_v<T>> read(PyObject* from, T** to) {
+  if (from == Py_None) return;
+  if (!PyArray_Check(from) || !PyArray_ISCARRAY(as_array(from)) ||
+      PyArray_ITEMSIZE(as_array(from)) != sizeof(T)) {
+    raise(PyExc_TypeError, "expected a writeable C-contiguous array with items of %zu bytes", sizeof(T));
+  }
+  *to = static_cast<T*>(PyArray_DATA(as_array(from)));
+}
+
+// Converters of results. A function may also return nothing, or null while a Python error is set.
+inline PyObject* to_python(PyObject* value) { return value; }
+inline PyObject* to_python(Ref value) { return value.release(); }
+inline PyObject* to_python(bool value) { return PyBool_FromLong(value); }
+inline PyObject* to_python(uint32_t value) { return PyLong_FromUnsignedLong(value); }
+inline PyObject* to_python(const char* value) { return Py_BuildValue("z", value); }
+
+template <typename... Arguments, typename Call, size_t... i>
+PyObject* call_with(PyObject* const* given, Py_ssize_t count, const Call& call,
+                    std::index_sequence<i...>) try {
+  if (count != sizeof...(i)) raise(PyExc_TypeError, "expected %zu arguments, not %zd", sizeof...(i), count);
+  std::tuple<std::decay_t<Arguments>...> values;
+  (read(given[i], &std::get<i>(values)), ...);
+  if constexpr (std::is_void_v<decltype(call(std::get<i>(values)...))>) {
+    call(std::get<i>(values)...);
+    return Py_NewRef(Py_None);
+  } else {
+    return to_python(call(std::get<i>(values)...));
+  }
+} catch (const PythonError&) {
+  return nullptr;
+}
+
+// Makes a Python function of a function in C++, or a method of one that takes a `T&` first.
+template <typename Function, Function function>
+struct Definition;
+template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct Definition<Result (*)(Arguments...), function> {
+  static PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+    return call_with<Arguments...>(given, count, function, std::index_sequence_for<Arguments...>());
   }
 };
-using Slots = Numbers<const int64_t, NPY_INT64>;
-using Generation = Numbers<const uint32_t, NPY_UINT32>;
-
-// Converters of positional arguments; false if a Python error is set.
-inline bool read(PyObject* from, PyObject** to) {
-  *to = from;
-  return true;
-}
-inline bool read(PyObject* from, bool* to) {
-  const int truth = PyObject_IsTrue(from);
-  *to = truth > 0;
-  return truth >= 0;
-}
-inline bool read(PyObject* from, uint32_t* to) {
-  *to = static_cast<uint32_t>(PyLong_AsUnsignedLongMask(from));
-  return PyErr_Occurred() == nullptr;
-}
-inline bool read(PyObject* from, int64_t* to) {
-  *to = PyLong_AsLong(from);
-  return PyErr_Occurred() == nullptr;
-}
-template <typename T, int type>
-bool read(PyObject* from, Numbers<T, type>* to) {
-  return to->convert(from, to) != 0;
-}
-
-inline PyObject* to_python(PyObject* value) { return value; }
-inline PyObject* to_python(bool value) { return PyBool_FromLong(value); }
-
-// Makes a Python method of `function(own, arguments...)`, which may return nothing or what `to_python` takes.
-// The method raises the Python error that the function has set, if any.
-template <auto function>
-struct Method;
 template <typename T, typename Result, typename... Arguments, Result (*function)(T&, Arguments...)>
-struct Method<function> {
-  template <size_t... i>
-  static PyObject* apply(PyObject* self, PyObject* const* given, std::index_sequence<i...>) {
-    std::tuple<std::decay_t<Arguments>...> values;
-    if (!(read(given[i], &std::get<i>(values)) && ...)) return nullptr;
-    if constexpr (std::is_void_v<Result>) {
-      function(own_of<T>(self), std::get<i>(values)...);
-      return PyErr_Occurred() == nullptr ? Py_NewRef(Py_None) : nullptr;
-    } else {
-      const Result result = function(own_of<T>(self), std::get<i>(values)...);
-      return PyErr_Occurred() == nullptr ? to_python(result) : nullptr;
-    }
-  }
-
-  static PyObject* Call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-    if (count == sizeof...(Arguments)) return apply(self, given, std::index_sequence_for<Arguments...>());
-    return PyErr_Format(PyExc_TypeError, "expected %zu arguments, not %zd", sizeof...(Arguments), count);
+struct Definition<Result (*)(T&, Arguments...), function> {
+  static PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    const auto method = [&](auto&... values) { return function(own_of<T>(self), values...); };
+    return call_with<Arguments...>(given, count, method, std::index_sequence_for<Arguments...>());
   }
 };
 
 template <auto function>
 PyMethodDef define(const char* name) {
-  const auto call = reinterpret_cast<void (*)()>(Method<function>::Call);
+  const auto call = reinterpret_cast<void (*)()>(Definition<decltype(function), function>::call);
   return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
-}
-
-// For "O&": reads the address of an array that Python or other processes use, too, so it is never converted.
-// `None` leaves the address unchanged.
-template <typename T>
-int convert_shared(PyObject* given, void* to) {
-  if (given == Py_None) return 1;
-  if (!PyArray_Check(given) || !PyArray_ISCARRAY(as_array(given)) ||
-      PyArray_ITEMSIZE(as_array(given)) != sizeof(T)) {
-    PyErr_Format(PyExc_TypeError,
-                 "expected a writeable C-contiguous array with items of %zu bytes in shared memory",
-                 sizeof(T));
-    return 0;
-  }
-  *static_cast<T**>(to) = static_cast<T*>(PyArray_DATA(as_array(given)));
-  return 1;
 }
 
 // The result of a fast path in stepper.cc and states.cc.
@@ -239,7 +264,7 @@ enum class Outcome {
   kError,     // a Python error is set
 };
 
-// Each adds the functions and types of one file to the module; false if a Python error is set.
+// Each adds the functions of one file to the module; false if a Python error is set.
 bool add_dispatch(PyObject* module);
 bool add_engine(PyObject* module);
 bool add_calls(PyObject* module);

@@ -69,9 +69,7 @@ Outcome find(PyObject* dict, PyObject* key, PyObject** value) {
 }
 
 // Returns an object of a class with slots, without calling `__init__`.
-Ref make_node(PyObject* cls) {
-  return Ref(reinterpret_cast<PyObject*>(allocate<PyObject>(reinterpret_cast<PyTypeObject*>(cls))));
-}
+Ref make_node(PyObject* cls) { return Ref(allocate(reinterpret_cast<PyTypeObject*>(cls))); }
 
 // Converts the result of a check by Python's C API.
 Outcome to_outcome(int found) {

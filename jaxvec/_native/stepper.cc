@@ -28,8 +28,6 @@ struct Writer {
   Ref item;      // for a sequence: Writer or function for row `slot * size + i`; else null
 };
 
-PyTypeObject* writer_type;
-
 template <typename To>
 Outcome store_integer(long long value, char* to) {
   const To stored = static_cast<To>(value);
@@ -196,7 +194,7 @@ Outcome write_padded(const Writer& self, Py_ssize_t slot, PyObject* value) {
 
 // Writes row `slot` with a Writer, and with its Python function if the Writer can't.
 Outcome write(PyObject* write, Py_ssize_t slot, PyObject* value) {
-  if (Py_TYPE(write) == writer_type) {
+  if (Py_TYPE(write) == type_of<Writer>) {
     const auto& self = own_of<Writer>(write);
     const Outcome outcome = self.rows != nullptr    ? write_leaf(as_array(self.rows.get()), slot, value)
                             : self.parts != nullptr ? write_padded(self, slot, value)
@@ -216,43 +214,34 @@ PyObject* writer_call(PyObject* self, PyObject* args, PyObject*) {
   return write(self, slot, value) == Outcome::kError ? nullptr : Py_NewRef(Py_None);
 }
 
-PyObject* leaf_writer(PyObject*, PyObject* args) {
-  PyObject *write, *rows;
-  if (!PyArg_ParseTuple(args, "OO!:leaf_writer", &write, &PyArray_Type, &rows)) return nullptr;
+// The arguments of these three functions are documented in _ext.pyi.
+
+Ref leaf_writer(PyObject* write, PyObject* rows) {
   PyArrayObject* array = as_array(rows);
   const int type = PyArray_TYPE(array);
   if (!(PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type)) || PyArray_NDIM(array) == 0 ||
       !PyArray_ISCARRAY(array)) {
-    return Py_NewRef(write);
+    return share(write);
   }
-  Ref writer = make_owner<Writer>(writer_type);
-  if (writer) own_of<Writer>(writer.get()) = {share(write), share(rows), {}, {}, {}, {}, {}};
-  return writer.release();
+  Ref writer = make_owner<Writer>();
+  auto& self = own_of<Writer>(writer.get());
+  self.write = share(write);
+  self.rows = share(rows);
+  return writer;
 }
 
-PyObject* nested_writer(PyObject*, PyObject* args) {
-  PyObject *write, *keys, *children;
-  if (!PyArg_ParseTuple(args, "OOO!:nested_writer", &write, &keys, &PyTuple_Type, &children)) return nullptr;
-  if (keys != Py_None && (!PyTuple_Check(keys) || PyTuple_Size(keys) != PyTuple_Size(children))) {
-    return PyErr_Format(PyExc_TypeError, "keys must be None or a tuple with one key for each child, not %R",
-                        keys);
-  }
-  Ref writer = make_owner<Writer>(writer_type);
-  if (writer) {
-    own_of<Writer>(writer.get()) = {
-        share(write), nullptr, share(children), keys == Py_None ? nullptr : share(keys), {}, {}, {}};
-  }
-  return writer.release();
+Ref nested_writer(PyObject* write, PyObject* keys, PyObject* children) {
+  Ref writer = make_owner<Writer>();
+  auto& self = own_of<Writer>(writer.get());
+  self.write = share(write);
+  self.children = share(children);
+  if (keys != Py_None) self.keys = share(keys);
+  return writer;
 }
 
 bool is_mark(PyObject* object, npy_intp size);
 
-PyObject* padded_writer(PyObject*, PyObject* args) {
-  PyObject *write, *item, *sizes, *parts;
-  if (!PyArg_ParseTuple(args, "OOO!O!:padded_writer", &write, &item, &PyArray_Type, &sizes, &PyTuple_Type,
-                        &parts)) {
-    return nullptr;
-  }
+Ref padded_writer(PyObject* write, PyObject* item, PyObject* sizes, PyObject* parts) {
   PyArrayObject* column = as_array(sizes);
   bool known = PyArray_NDIM(column) == 1 && PyArray_DIM(column, 0) > 0 && PyArray_TYPE(column) == NPY_INT32 &&
                PyArray_ISCARRAY(column) && PyTuple_Size(parts) > 0;
@@ -265,16 +254,14 @@ PyObject* padded_writer(PyObject*, PyObject* args) {
     const int type = PyArray_TYPE(as_array(PyTuple_GetItem(parts, 0)));
     known = type == NPY_UINT8 || type == NPY_INT32;
   }
-  if (!known) return Py_NewRef(write);
-  Ref writer = make_owner<Writer>(writer_type);
-  if (writer) {
-    auto& self = own_of<Writer>(writer.get());
-    self.write = share(write);
-    self.sizes = share(sizes);
-    self.parts = share(parts);
-    if (item != Py_None) self.item = share(item);
-  }
-  return writer.release();
+  if (!known) return share(write);
+  Ref writer = make_owner<Writer>();
+  auto& self = own_of<Writer>(writer.get());
+  self.write = share(write);
+  self.sizes = share(sizes);
+  self.parts = share(parts);
+  if (item != Py_None) self.item = share(item);
+  return writer;
 }
 
 // --- Steps ---
@@ -300,7 +287,6 @@ struct Stepper {
   std::unique_ptr<double[]> rewards;  // [num_rewards], of the step that is being written
 };
 
-PyTypeObject* stepper_type;
 PyObject *step_name, *elapsed_name, *max_steps_name;
 
 // Steps one env; null if a Python error is set. `limits` are the attributes of its bypassed TimeLimits,
@@ -432,14 +418,8 @@ Outcome write_step(const Stepper& self, PyObject* number, Py_ssize_t index, PyOb
   return write(self.write_obs, index, obs);
 }
 
-PyObject* Run(PyObject* object, PyObject* args) {
-  const auto& self = own_of<Stepper>(object);
-  Py_ssize_t place;
-  PyObject *envs, *limits, *indices, *actions, *end_step, *after;
-  if (!PyArg_ParseTuple(args, "nO!O!O!O!OO:run", &place, &PyList_Type, &envs, &PyList_Type, &limits,
-                        &PyList_Type, &indices, &PyList_Type, &actions, &end_step, &after)) {
-    return nullptr;
-  }
+PyObject* run(Stepper& self, Py_ssize_t place, PyObject* envs, PyObject* limits, PyObject* indices,
+              PyObject* actions, PyObject* end_step, PyObject* after) {
   auto* running = static_cast<volatile uint32_t*>(PyArray_DATA(as_array(self.running)));
   const Py_ssize_t count = PyList_Size(indices);
   for (; place < count; ++place) {
@@ -496,12 +476,11 @@ bool is_mark(PyObject* object, npy_intp size) {
          PyArray_NDIM(array) > 0 && PyArray_DIM(array, 0) >= size;
 }
 
-PyObject* make_stepper(PyObject*, PyObject* args, PyObject* kwargs) {
+PyObject* make_stepper(PyObject*, PyObject* args, PyObject* kwargs) try {
   static const char* names[] = {"states",     "infos",      "marks",      "returns", "lengths",
                                 "row_reward", "row_return", "row_length", "running", "forked",
                                 "write_obs",  "write_info", "first",      "marked",  nullptr};
-  Ref object = make_owner<Stepper>(stepper_type);
-  if (!object) return nullptr;
+  Ref object = make_owner<Stepper>();
   auto& self = own_of<Stepper>(object.get());
   if (!PyArg_ParseTupleAndKeywords(
           args, kwargs, "$O!O!OO!O!O!O!O!O!O!OOnl:stepper", const_cast<char**>(names), &PyList_Type,
@@ -533,17 +512,19 @@ PyObject* make_stepper(PyObject*, PyObject* args, PyObject* kwargs) {
   return PyErr_Format(PyExc_TypeError,
                       "an array has a dtype that the stepper does not support, or is too short for %zd envs",
                       size);
+} catch (const PythonError&) {
+  return nullptr;
 }
 
 PyMethodDef stepper_methods[] = {
-    {"run", Run, METH_VARARGS, nullptr},
+    define<run>("run"),
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyMethodDef functions[] = {
-    {"leaf_writer", leaf_writer, METH_VARARGS, nullptr},
-    {"nested_writer", nested_writer, METH_VARARGS, nullptr},
-    {"padded_writer", padded_writer, METH_VARARGS, nullptr},
+    define<leaf_writer>("leaf_writer"),
+    define<nested_writer>("nested_writer"),
+    define<padded_writer>("padded_writer"),
     {"stepper", as_method(make_stepper), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -553,9 +534,8 @@ bool add_stepper(PyObject* module) {
   step_name = PyUnicode_InternFromString("step");
   elapsed_name = PyUnicode_InternFromString("_elapsed_steps");
   max_steps_name = PyUnicode_InternFromString("_max_episode_steps");
-  writer_type =
-      make_type<Writer>("jaxvec._native._ext.Writer", {{Py_tp_call, reinterpret_cast<void*>(writer_call)}});
-  stepper_type = make_type<Stepper>("jaxvec._native._ext.Stepper", {{Py_tp_methods, stepper_methods}});
-  return max_steps_name != nullptr && writer_type != nullptr && stepper_type != nullptr &&
+  const PyType_Slot call{Py_tp_call, reinterpret_cast<void*>(writer_call)};
+  return max_steps_name != nullptr && make_type<Writer>("jaxvec._native._ext.Writer", call) &&
+         make_type<Stepper>("jaxvec._native._ext.Stepper", {Py_tp_methods, stepper_methods}) &&
          PyModule_AddFunctions(module, functions) == 0;
 }

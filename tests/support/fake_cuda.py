@@ -139,15 +139,9 @@ class Gpu:
         arrays = [np.full(each.shape, 77).astype(each.dtype) for each in packing.transfers]
         results = packing.views(arrays)
         self.driver.kept.append((operands, arrays))
+        extra = pickle.dumps((extra, arguments, ()))
         error = _native.load().call_cuda(
-            stream=self.stream,
-            verb=verb,
-            fresh=fresh,
-            extra=pickle.dumps((extra, arguments, ())),
-            fingerprint=spec.fingerprint,
-            operands=operands,
-            results=results,
-            packed=arrays[0],
+            self.stream, verb, fresh, extra, spec.fingerprint, operands, results, arrays[:1]
         )
         if error:
             raise CallError(error)
