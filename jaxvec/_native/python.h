@@ -257,13 +257,6 @@ PyMethodDef define(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
 }
 
-// The result of a fast path in stepper.cc and states.cc.
-enum class Outcome {
-  kDone,
-  kFallback,  // Python must handle this case; no error is set
-  kError,     // a Python error is set
-};
-
 // Each adds the functions of one file to the module; false if a Python error is set.
 bool add_dispatch(PyObject* module);
 bool add_engine(PyObject* module);

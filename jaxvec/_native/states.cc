@@ -1,6 +1,6 @@
 // Incremental snapshots of an env: saves and restores it if only ordinary attributes have changed since the
 // last snapshot. `IncrementalSnapshot` in snapshots/snapshot.py documents these functions, and the walk in
-// Python handles all other cases.
+// Python handles all other cases: then functions that return a bool here return false.
 
 #include <algorithm>
 #include <utility>
@@ -22,10 +22,10 @@ struct Nodes {
   PyObject* object;     // Object: an object of a Python class, with its attributes
 };
 
-// Names of attributes, interned by add_states.
+// Names of attributes.
 struct Name {
   const char* text;
-  PyObject* object = nullptr;
+  PyObject* object = nullptr;  // interned by add_states
 };
 Name dict_name{"__dict__"}, env_name{"env"}, array_name{"array"}, class_name{"cls"}, bits_name{"bits"},
     state_name{"state"}, sequence_name{"sequence"}, num_spawned_name{"num_spawned"}, apply_name{"apply_to"},
@@ -53,40 +53,46 @@ class Visited {
   int count_ = 0;
 };
 
-Ref get(PyObject* object, const Name& name) { return Ref(PyObject_GetAttr(object, name.object)); }
+Ref get(PyObject* object, const Name& name) { return own(PyObject_GetAttr(object, name.object)); }
 
-bool set(const Ref& object, const Name& name, PyObject* value) {
-  return PyObject_SetAttr(object.get(), name.object, value) == 0;
+void check(bool done) {
+  if (!done) throw PythonError();
+}
+
+void set(const Ref& object, const Name& name, PyObject* value) {
+  check(PyObject_SetAttr(object.get(), name.object, value) == 0);
+}
+
+void set_item(PyObject* dict, PyObject* key, PyObject* value) {
+  check(PyDict_SetItem(dict, key, value) == 0);
 }
 
 PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
 
-// Looks up a borrowed value; kFallback and null if there is none.
-Outcome find(PyObject* dict, PyObject* key, PyObject** value) {
-  *value = PyDict_GetItemWithError(dict, key);
-  if (*value != nullptr) return Outcome::kDone;
-  return PyErr_Occurred() != nullptr ? Outcome::kError : Outcome::kFallback;
+// Looks up a borrowed value; null if there is none.
+PyObject* find(PyObject* dict, PyObject* key) {
+  PyObject* const value = PyDict_GetItemWithError(dict, key);
+  check(value != nullptr || PyErr_Occurred() == nullptr);
+  return value;
 }
 
 // Returns an object of a class with slots, without calling `__init__`.
-Ref make_node(PyObject* cls) { return Ref(allocate(reinterpret_cast<PyTypeObject*>(cls))); }
+Ref make_node(PyObject* cls) { return own(allocate(reinterpret_cast<PyTypeObject*>(cls))); }
 
-// Converts the result of a check by Python's C API.
-Outcome to_outcome(int found) {
-  return found < 0 ? Outcome::kError : found != 0 ? Outcome::kDone : Outcome::kFallback;
+// Converts the answer of Python's C API to a question.
+bool is_true(int answer) {
+  check(answer >= 0);
+  return answer != 0;
 }
 
-Outcome is_atom(const Nodes& nodes, PyObject* value) {
-  return to_outcome(PySet_Contains(nodes.atoms, class_of(value)));
-}
+bool is_atom(PyObject* atoms, PyObject* value) { return is_true(PySet_Contains(atoms, class_of(value))); }
 
-Outcome are_atoms(const Nodes& nodes, PyObject* tuple) {
+bool are_atoms(const Nodes& nodes, PyObject* tuple) {
   const Py_ssize_t count = PyTuple_Size(tuple);
-  Outcome outcome = Outcome::kDone;
-  for (Py_ssize_t i = 0; i < count && outcome == Outcome::kDone; ++i) {
-    outcome = is_atom(nodes, PyTuple_GetItem(tuple, i));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!is_atom(nodes.atoms, PyTuple_GetItem(tuple, i))) return false;
   }
-  return outcome;
+  return true;
 }
 
 // Returns whether a snapshot holds the value itself in place of a node, because it is immutable.
@@ -102,13 +108,19 @@ bool is_plain_array(PyObject* value) {
          PyArray_ISWRITEABLE(array) && (PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type));
 }
 
-// Reads `Fields`: the attributes that are atoms, the nodes of the others, and the names of all.
-bool read_fields(PyObject* fields, PyObject** atoms, PyObject** others, PyObject** names) {
-  *atoms = PyTuple_GetItem(fields, 0);
-  *others = PyTuple_GetItem(fields, 1);
-  *names = PyTuple_GetItem(fields, 2);
-  return *atoms != nullptr && *others != nullptr && *names != nullptr;
-}
+// `Fields` of a snapshot, borrowed.
+struct Fields {
+  explicit Fields(PyObject* fields)
+      : atoms(PyTuple_GetItem(fields, 0)),
+        others(PyTuple_GetItem(fields, 1)),
+        names(PyTuple_GetItem(fields, 2)) {
+    check(atoms != nullptr && others != nullptr && names != nullptr);
+  }
+
+  PyObject* atoms;   // dict of the attributes that are atoms
+  PyObject* others;  // dict of the nodes of the other attributes
+  PyObject* names;   // tuple of the names of all attributes
+};
 
 // Goes through the attributes in a `__dict__`, as long as they have the names of `Fields`, in their order.
 class Attributes {
@@ -126,7 +138,7 @@ class Attributes {
   }
 
   // Returns whether all names were the expected ones, after `next` has returned false.
-  Outcome end() const { return matches_ ? Outcome::kDone : Outcome::kFallback; }
+  bool end() const { return matches_; }
 
  private:
   PyObject *held_, *names_;
@@ -134,187 +146,158 @@ class Attributes {
   bool matches_;
 };
 
-Outcome is_same(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited);
+bool is_same(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited);
 
-Outcome is_same_dict(PyObject* node, PyObject* dict, const Nodes& nodes) {
+bool is_same_dict(PyObject* node, PyObject* dict, const Nodes& nodes) {
   const Ref pairs = get(node, pairs_name);
-  if (!pairs) return Outcome::kError;
-  if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != PyList_Size(pairs.get())) return Outcome::kFallback;
+  if (!PyDict_CheckExact(dict) || PyDict_Size(dict) != PyList_Size(pairs.get())) return false;
   PyObject *key, *item;
   Py_ssize_t place = 0, index = 0;
   while (PyDict_Next(dict, &place, &key, &item) != 0) {
     PyObject* pair = PyList_GetItem(pairs.get(), index++);
-    if (PyTuple_GetItem(pair, 0) != key || PyTuple_GetItem(pair, 1) != item) return Outcome::kFallback;
-    const Outcome outcome = are_atoms(nodes, pair);
-    if (outcome != Outcome::kDone) return outcome;
+    if (PyTuple_GetItem(pair, 0) != key || PyTuple_GetItem(pair, 1) != item) return false;
+    if (!are_atoms(nodes, pair)) return false;
   }
-  return Outcome::kDone;
+  return true;
 }
 
-Outcome is_same_object(PyObject* node, PyObject* object, const Nodes& nodes, Visited* visited) {
-  const Ref cls = get(node, class_name), kept = get(node, kept_name), fields = get(node, fields_name);
-  if (!cls || !kept || !fields) return Outcome::kError;
-  if (class_of(object) != cls.get() || (kept.get() != Py_None && kept.get() != object))
-    return Outcome::kFallback;
-  const Ref held = get(object, dict_name);
+bool is_same_object(PyObject* node, PyObject* object, const Nodes& nodes, Visited* visited) {
+  const Ref cls = get(node, class_name), kept = get(node, kept_name), saved = get(node, fields_name);
+  if (class_of(object) != cls.get() || (kept.get() != Py_None && kept.get() != object)) return false;
+  const Ref held(PyObject_GetAttr(object, dict_name.object));
   if (!held) {  // it has slots only
     PyErr_Clear();
-    return Outcome::kFallback;
+    return false;
   }
-  PyObject *atoms, *others, *names, *name, *value, *before;
-  if (!read_fields(fields.get(), &atoms, &others, &names)) return Outcome::kError;
-  if (!visited->add(held.get())) return Outcome::kFallback;
-  Attributes attributes(held.get(), names);
+  const Fields fields(saved.get());
+  if (!visited->add(held.get())) return false;
+  PyObject *name, *value;
+  Attributes attributes(held.get(), fields.names);
   while (attributes.next(&name, &value)) {
-    if (find(atoms, name, &before) == Outcome::kError) return Outcome::kError;
-    if (before == value) continue;
-    if (before != nullptr) return Outcome::kFallback;
-    if (find(others, name, &before) == Outcome::kError) return Outcome::kError;
-    if (before == nullptr) continue;  // it is not saved
-    const Outcome outcome = is_same(before, value, nodes, visited);
-    if (outcome != Outcome::kDone) return outcome;
+    PyObject* const atom = find(fields.atoms, name);
+    if (atom == value) continue;
+    if (atom != nullptr) return false;
+    PyObject* const before = find(fields.others, name);  // null if it is not saved
+    if (before != nullptr && !is_same(before, value, nodes, visited)) return false;
   }
   return attributes.end();
 }
 
 // Checks that an object of which `node` is the state has not changed, if that can be seen without a walk.
-Outcome is_same(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited) {
-  if (node == value && is_value(nodes, node)) return Outcome::kDone;  // it is immutable
-  if (class_of(node) != nodes.dict && class_of(node) != nodes.object) return Outcome::kFallback;
-  if (!visited->add(node) || !visited->add(value)) return Outcome::kFallback;
+bool is_same(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited) {
+  if (node == value && is_value(nodes, node)) return true;  // it is immutable
+  if (class_of(node) != nodes.dict && class_of(node) != nodes.object) return false;
+  if (!visited->add(node) || !visited->add(value)) return false;
   return class_of(node) == nodes.dict ? is_same_dict(node, value, nodes)
                                       : is_same_object(node, value, nodes, visited);
 }
 
-Ref copy_array(const Ref& array) { return Ref(PyArray_NewCopy(as_array(array.get()), NPY_KEEPORDER)); }
+Ref copy_array(PyObject* array) { return own(PyArray_NewCopy(as_array(array), NPY_KEEPORDER)); }
 
 // Gets the bit generators of a generator and of its node, if the classes are equal and both objects are new.
-Outcome find_bits(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited, Ref* bits,
-                  Ref* node_of_bits) {
+bool find_bits(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited, Ref* bits,
+               Ref* node_of_bits) {
   const Ref cls = get(node, class_name);
   *node_of_bits = get(node, bits_name);
-  if (!cls || !*node_of_bits) return Outcome::kError;
-  if (class_of(value) != cls.get() || class_of(node_of_bits->get()) != nodes.bits) return Outcome::kFallback;
+  if (class_of(value) != cls.get() || class_of(node_of_bits->get()) != nodes.bits) return false;
   *bits = get(value, bit_generator_name);
-  const Ref bits_class = get(node_of_bits->get(), class_name);
-  if (!*bits || !bits_class) return Outcome::kError;
-  const bool fits =
-      class_of(bits->get()) == bits_class.get() && visited->add(value) && visited->add(bits->get());
-  return fits ? Outcome::kDone : Outcome::kFallback;
+  return class_of(bits->get()) == get(node_of_bits->get(), class_name).get() && visited->add(value) &&
+         visited->add(bits->get());
 }
 
-Outcome save_generator(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited, Ref* fresh) {
+// Returns a new node of a generator; null if Python has to save it.
+Ref save_generator(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited) {
   Ref bits, before;
-  const Outcome outcome = find_bits(node, value, nodes, visited, &bits, &before);
-  if (outcome != Outcome::kDone) return outcome;
-  const Ref sequence = get(bits.get(), seed_sequence_name),
-            sequence_before = get(before.get(), sequence_name);
-  if (!sequence || !sequence_before) return Outcome::kError;
+  if (!find_bits(node, value, nodes, visited, &bits, &before)) return nullptr;
+  const Ref sequence = get(bits.get(), seed_sequence_name);
+  const Ref sequence_before = get(before.get(), sequence_name);
   // The node has no sequence if the generator's is None or of another library's class.
-  if (sequence_before.get() == Py_None || Py_TYPE(sequence.get()) != Py_TYPE(sequence_before.get()))
-    return Outcome::kFallback;
-  if (!visited->add(sequence.get())) return Outcome::kFallback;
-  const Ref spawned = get(sequence.get(), seeds_spawned_name), state = get(bits.get(), state_name);
+  if (sequence_before.get() == Py_None || Py_TYPE(sequence.get()) != Py_TYPE(sequence_before.get()) ||
+      !visited->add(sequence.get())) {
+    return nullptr;
+  }
   const Ref saved = make_node(nodes.bits);
-  *fresh = make_node(nodes.generator);
-  const bool made = spawned && state && saved && *fresh && set(saved, class_name, class_of(bits.get())) &&
-                    set(saved, state_name, state.get()) && set(saved, sequence_name, sequence.get()) &&
-                    set(saved, num_spawned_name, spawned.get()) && set(*fresh, class_name, class_of(value)) &&
-                    set(*fresh, bits_name, saved.get());
-  return made ? Outcome::kDone : Outcome::kError;
+  set(saved, class_name, class_of(bits.get()));
+  set(saved, state_name, get(bits.get(), state_name).get());
+  set(saved, sequence_name, sequence.get());
+  set(saved, num_spawned_name, get(sequence.get(), seeds_spawned_name).get());
+  Ref fresh = make_node(nodes.generator);
+  set(fresh, class_name, class_of(value));
+  set(fresh, bits_name, saved.get());
+  return fresh;
 }
 
 // Checks that a node is of a simple space without random numbers.
-Outcome has_no_random(PyObject* node) {
-  const Ref generators = get(node, generators_name);
-  return to_outcome(generators ? generators.get() == Py_None : -1);
-}
+bool has_no_random(PyObject* node) { return get(node, generators_name).get() == Py_None; }
 
-Outcome save_space(PyObject* node, PyObject* value, Ref* fresh) {
-  const Ref space = get(node, space_name);
-  if (!space) return Outcome::kError;
-  if (space.get() != value) return Outcome::kFallback;
-  const Ref random = get(value, random_name);
-  if (!random) return Outcome::kError;
-  *fresh = share(node);
-  return random.get() == Py_None ? has_no_random(node) : Outcome::kFallback;
-}
-
-// Saves a value that is not an atom, and for which the last snapshot has `node`.
-Outcome save_value(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited, Ref* fresh) {
-  *fresh = share(node);
-  const Outcome same = is_same(node, value, nodes, visited);
-  if (same != Outcome::kFallback || class_of(node) == nodes.dict || class_of(node) == nodes.object)
-    return same;
-  if (class_of(node) == nodes.array) {
-    if (!is_plain_array(value) || !visited->add(value)) return Outcome::kFallback;
-    *fresh = make_node(nodes.array);
-    const Ref copy = copy_array(share(value));
-    return *fresh && copy && set(*fresh, array_name, copy.get()) ? Outcome::kDone : Outcome::kError;
+// Returns the node of a value that is not an atom, and for which the last snapshot has `node`; null if Python
+// has to save it.
+Ref save_value(PyObject* node, PyObject* value, const Nodes& nodes, Visited* visited) {
+  if (is_same(node, value, nodes, visited)) return share(node);
+  PyObject* const cls = class_of(node);
+  if (cls == nodes.array) {
+    if (!is_plain_array(value) || !visited->add(value)) return nullptr;
+    Ref fresh = make_node(nodes.array);
+    set(fresh, array_name, copy_array(value).get());
+    return fresh;
   }
-  if (class_of(node) == nodes.generator) return save_generator(node, value, nodes, visited, fresh);
-  if (class_of(node) == nodes.space) return save_space(node, value, fresh);
-  if (!PyTuple_CheckExact(node) || !PyTuple_CheckExact(value)) return Outcome::kFallback;
-  *fresh = share(value);
-  return are_atoms(nodes, value);
+  if (cls == nodes.generator) return save_generator(node, value, nodes, visited);
+  if (cls == nodes.space) {
+    const bool same = get(node, space_name).get() == value && get(value, random_name).get() == Py_None &&
+                      has_no_random(node);
+    return same ? share(node) : nullptr;
+  }
+  const bool tuples = PyTuple_CheckExact(node) && PyTuple_CheckExact(value);
+  return tuples && are_atoms(nodes, value) ? share(value) : nullptr;
 }
 
 // Sets an item of a dict that starts as `before` itself and is copied at its first change.
-bool change(Ref* dict, PyObject* before, PyObject* name, PyObject* value) {
-  if (dict->get() == before) *dict = Ref(PyDict_Copy(before));
-  return *dict && PyDict_SetItem(dict->get(), name, value) == 0;
+void change(Ref* dict, PyObject* before, PyObject* name, PyObject* value) {
+  if (dict->get() == before) *dict = own(PyDict_Copy(before));
+  set_item(dict->get(), name, value);
 }
 
 // Checks that the layer at `index` still has its class and wraps the next one, as user code may change both.
-Outcome wraps_next(PyObject* layers, PyObject* classes, Py_ssize_t index) {
-  if (class_of(PyList_GetItem(layers, index)) != PyTuple_GetItem(classes, index)) return Outcome::kFallback;
-  if (index + 1 == PyList_Size(layers)) return Outcome::kDone;
-  const Ref inner = get(PyList_GetItem(layers, index), env_name);
-  return to_outcome(inner ? inner.get() == PyList_GetItem(layers, index + 1) : -1);
+bool wraps_next(PyObject* layers, PyObject* classes, Py_ssize_t index) {
+  PyObject* const layer = PyList_GetItem(layers, index);
+  if (class_of(layer) != PyTuple_GetItem(classes, index)) return false;
+  return index + 1 == PyList_Size(layers) || get(layer, env_name).get() == PyList_GetItem(layers, index + 1);
 }
 
-Outcome save_layer(PyObject* layer, PyObject* before, const Nodes& nodes, Visited* visited, Ref* saved) {
-  PyObject *atoms_before, *others_before, *names, *name, *value;
-  if (!read_fields(before, &atoms_before, &others_before, &names)) return Outcome::kError;
+// Returns the `Fields` of a layer; null if Python has to save it.
+Ref save_layer(PyObject* layer, PyObject* before, const Nodes& nodes, Visited* visited) {
+  const Fields fields(before);
   const Ref held = get(layer, dict_name);
-  if (!held) return Outcome::kError;
-  Ref atoms = share(atoms_before), others = share(others_before);
-  Attributes attributes(held.get(), names);
+  Ref atoms = share(fields.atoms), others = share(fields.others);
+  PyObject *name, *value;
+  Attributes attributes(held.get(), fields.names);
   while (attributes.next(&name, &value)) {
     const Ref kept[] = {share(name), share(value)};  // code of classes may run below and change the dict
-    PyObject *atom, *node;
-    if (find(atoms_before, name, &atom) == Outcome::kError) return Outcome::kError;
+    PyObject* const atom = find(fields.atoms, name);
     if (atom == value) continue;
-    const Outcome kind = is_atom(nodes, value);
-    if (kind == Outcome::kError) return kind;
+    const bool immutable = is_atom(nodes.atoms, value);
     if (atom != nullptr) {
-      if (kind != Outcome::kDone) return kind;
-      if (!change(&atoms, atoms_before, name, value)) return Outcome::kError;
+      if (!immutable) return nullptr;
+      change(&atoms, fields.atoms, name, value);
       continue;
     }
-    if (find(others_before, name, &node) == Outcome::kError) return Outcome::kError;
+    PyObject* const node = find(fields.others, name);
     if (node == nullptr) continue;  // it is not saved
-    Ref fresh = share(value);       // an atom may be among the others, if it was not an atom before
-    const Outcome outcome = kind == Outcome::kDone ? kind : save_value(node, value, nodes, visited, &fresh);
-    if (outcome != Outcome::kDone) return outcome;
-    if (fresh.get() != node && !change(&others, others_before, name, fresh.get())) return Outcome::kError;
+    // An atom may be among the others, if it was not an atom before.
+    const Ref fresh = immutable ? share(value) : save_value(node, value, nodes, visited);
+    if (!fresh) return nullptr;
+    if (fresh.get() != node) change(&others, fields.others, name, fresh.get());
   }
-  if (attributes.end() != Outcome::kDone) return Outcome::kFallback;
-  const bool changed = atoms.get() != atoms_before || others.get() != others_before;
-  *saved = changed ? Ref(Py_BuildValue("OOO", atoms.get(), others.get(), names)) : share(before);
-  return *saved ? Outcome::kDone : Outcome::kError;
+  if (!attributes.end()) return nullptr;
+  const bool changed = atoms.get() != fields.atoms || others.get() != fields.others;
+  return changed ? own(PyTuple_Pack(3, atoms.get(), others.get(), fields.names)) : share(before);
 }
 
-bool parse_layers(PyObject* args, PyObject** layers, PyObject** classes, PyObject** fields, Nodes* nodes) {
-  if (!PyArg_ParseTuple(args, "O!O!O!(O!OOOOOOO)", &PyList_Type, layers, &PyTuple_Type, classes, &PyList_Type,
-                        fields, &PySet_Type, &nodes->atoms, &nodes->node, &nodes->array, &nodes->generator,
-                        &nodes->bits, &nodes->space, &nodes->dict, &nodes->object)) {
-    return false;
-  }
-  const Py_ssize_t count = PyList_Size(*layers);
-  if (PyTuple_Size(*classes) == count && PyList_Size(*fields) == count) return true;
-  PyErr_Format(PyExc_ValueError, "expected %zd classes and %zd fields, one for each layer", count, count);
-  return false;
+Nodes read_nodes(PyObject* tuple) {
+  Nodes nodes;
+  check(PyArg_ParseTuple(tuple, "O!OOOOOOO", &PySet_Type, &nodes.atoms, &nodes.node, &nodes.array,
+                         &nodes.generator, &nodes.bits, &nodes.space, &nodes.dict, &nodes.object) != 0);
+  return nodes;
 }
 
 // The layers themselves may also be values of attributes, which a walk finds.
@@ -326,125 +309,96 @@ bool add_layers(PyObject* layers, Visited* visited) {
 }
 
 // Checks that `restore_value` can restore the value of a node in place of `old`.
-Outcome can_restore(PyObject* node, PyObject* old, const Nodes& nodes, Visited* visited) {
+bool can_restore(PyObject* node, PyObject* old, const Nodes& nodes, Visited* visited) {
   if (class_of(node) == nodes.space) {
-    const Ref equal = get(node, equal_name), number(PyLong_FromVoidPtr(old));
-    const Outcome found = to_outcome(equal && number ? PyDict_Contains(equal.get(), number.get()) : -1);
-    return found == Outcome::kDone ? has_no_random(node) : found;
+    const Ref equal = get(node, equal_name), number = own(PyLong_FromVoidPtr(old));
+    return is_true(PyDict_Contains(equal.get(), number.get())) && has_no_random(node);
   }
-  if (is_value(nodes, node)) return Outcome::kDone;
+  if (is_value(nodes, node)) return true;
   if (class_of(node) == nodes.dict || class_of(node) == nodes.object)
     return is_same(node, old, nodes, visited);
-  if (!visited->add(node)) return Outcome::kFallback;
-  if (class_of(node) == nodes.array) {
-    const Ref array = get(node, array_name);
-    return to_outcome(array ? is_plain_array(array.get()) : -1);
-  }
-  if (class_of(node) != nodes.generator) return Outcome::kFallback;
+  if (!visited->add(node)) return false;
+  if (class_of(node) == nodes.array) return is_plain_array(get(node, array_name).get());
+  if (class_of(node) != nodes.generator) return false;
   Ref bits, node_of_bits;
-  const Outcome outcome = find_bits(node, old, nodes, visited, &bits, &node_of_bits);
-  return outcome != Outcome::kDone || visited->add(node_of_bits.get()) ? outcome : Outcome::kFallback;
+  return find_bits(node, old, nodes, visited, &bits, &node_of_bits) && visited->add(node_of_bits.get());
 }
 
-bool restore_value(PyObject* node, PyObject* held, PyObject* name, const Nodes& nodes) {
-  if (class_of(node) == nodes.array) {
-    const Ref array = get(node, array_name);
-    const Ref copy = array ? copy_array(array) : Ref();
-    return copy && PyDict_SetItem(held, name, copy.get()) == 0;
-  }
-  if (is_value(nodes, node)) return PyDict_SetItem(held, name, node) == 0;
-  if (class_of(node) == nodes.dict || class_of(node) == nodes.object) return true;  // it has not changed
-  const Ref old = share(PyDict_GetItemWithError(held, name));
-  if (class_of(node) == nodes.space) return set(old, random_name, Py_None);
+void restore_value(PyObject* node, PyObject* held, PyObject* name, const Nodes& nodes) {
+  PyObject* const cls = class_of(node);
+  if (cls == nodes.array) return set_item(held, name, copy_array(get(node, array_name).get()).get());
+  if (is_value(nodes, node)) return set_item(held, name, node);
+  if (cls == nodes.dict || cls == nodes.object) return;  // it has not changed
+  const Ref old = share(find(held, name));
+  if (cls == nodes.space) return set(old, random_name, Py_None);
   const Ref bits = get(old.get(), bit_generator_name), node_of_bits = get(node, bits_name);
-  if (!bits || !node_of_bits) return false;
-  return Ref(PyObject_CallMethodObjArgs(node_of_bits.get(), apply_name.object, bits.get(), nullptr)) !=
-         nullptr;
+  own(PyObject_CallMethodObjArgs(node_of_bits.get(), apply_name.object, bits.get(), nullptr));
 }
 
 // Checks that a layer has the attributes of these fields, and that `restore_layer` can restore all. Stores
 // whether the atoms are already identical.
-Outcome can_restore_layer(PyObject* held, PyObject* fields, const Nodes& nodes, Visited* visited,
-                          bool* same) {
-  PyObject *atoms, *others, *names, *name, *value, *old;
-  if (!read_fields(fields, &atoms, &others, &names)) return Outcome::kError;
-  *same = true;
-  Attributes attributes(held, names);
+bool can_restore_layer(PyObject* held, const Fields& fields, const Nodes& nodes, Visited* visited,
+                       bool* same) {
+  PyObject *name, *old;
+  Attributes attributes(held, fields.names);
   while (attributes.next(&name, &old)) {
-    if (find(atoms, name, &value) == Outcome::kError) return Outcome::kError;
-    if (value != nullptr) {
-      *same &= old == value;
+    if (PyObject* const atom = find(fields.atoms, name)) {
+      *same &= old == atom;
       continue;
     }
-    if (find(others, name, &value) == Outcome::kError) return Outcome::kError;
-    if (value == nullptr) continue;  // it is not saved
+    PyObject* const node = find(fields.others, name);
+    if (node == nullptr) continue;  // it is not saved
     const Ref kept = share(old);
-    const Outcome outcome = can_restore(value, old, nodes, visited);
-    if (outcome != Outcome::kDone) return outcome;
+    if (!can_restore(node, old, nodes, visited)) return false;
   }
   return attributes.end();
 }
 
-bool restore_layer(PyObject* held, PyObject* fields, const Nodes& nodes, bool same) {
-  PyObject *atoms, *others, *names, *name, *value;
+void restore_layer(PyObject* held, const Fields& fields, const Nodes& nodes, bool same) {
+  if (!same) check(PyDict_Update(held, fields.atoms) == 0);
+  PyObject *name, *node;
   Py_ssize_t place = 0;
-  if (!read_fields(fields, &atoms, &others, &names)) return false;
-  if (!same && PyDict_Update(held, atoms) < 0) return false;
-  while (PyDict_Next(others, &place, &name, &value) != 0) {
-    if (!restore_value(value, held, name, nodes)) return false;
-  }
-  return true;
+  while (PyDict_Next(fields.others, &place, &name, &node) != 0) restore_value(node, held, name, nodes);
 }
 
-PyObject* save_changes(PyObject*, PyObject* args) {
-  PyObject *layers, *classes, *before;
-  Nodes nodes;
-  if (!parse_layers(args, &layers, &classes, &before, &nodes)) return nullptr;
+Ref save_changes(PyObject* layers, PyObject* classes, PyObject* before, PyObject* node_classes) {
+  const Nodes nodes = read_nodes(node_classes);
   const Py_ssize_t count = PyList_Size(layers);
-  Ref all(PyList_New(count));
-  if (!all) return nullptr;
+  Ref all = own(PyList_New(count));
   Visited visited;
-  if (!add_layers(layers, &visited)) return Py_NewRef(Py_None);
+  if (!add_layers(layers, &visited)) return share(Py_None);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    Ref saved;
-    Outcome outcome = wraps_next(layers, classes, i);
-    if (outcome == Outcome::kDone) {
-      outcome = save_layer(PyList_GetItem(layers, i), PyList_GetItem(before, i), nodes, &visited, &saved);
-    }
-    if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_None);
+    if (!wraps_next(layers, classes, i)) return share(Py_None);
+    Ref saved = save_layer(PyList_GetItem(layers, i), PyList_GetItem(before, i), nodes, &visited);
+    if (!saved) return share(Py_None);
     PyList_SetItem(all.get(), i, saved.release());
   }
-  return all.release();
+  return all;
 }
 
 // Checks all layers before it changes any, so a fallback has changed nothing.
-PyObject* restore_changes(PyObject*, PyObject* args) {
-  PyObject *layers, *classes, *fields;
-  Nodes nodes;
-  if (!parse_layers(args, &layers, &classes, &fields, &nodes)) return nullptr;
+bool restore_changes(PyObject* layers, PyObject* classes, PyObject* snapshot, PyObject* node_classes) {
+  const Nodes nodes = read_nodes(node_classes);
   struct Target {
     Ref held;
-    PyObject* fields;
-    bool same;
+    Fields fields;
+    bool same = true;
   };
   std::vector<Target> targets;
   Visited visited;
-  if (!add_layers(layers, &visited)) return Py_NewRef(Py_False);
-  const Py_ssize_t count = PyList_Size(layers);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    Target target{get(PyList_GetItem(layers, i), dict_name), PyList_GetItem(fields, i), true};
-    if (!target.held) return nullptr;
-    Outcome outcome = wraps_next(layers, classes, i);
-    if (outcome == Outcome::kDone) {
-      outcome = can_restore_layer(target.held.get(), target.fields, nodes, &visited, &target.same);
+  if (!add_layers(layers, &visited)) return false;
+  for (Py_ssize_t i = 0; i < PyList_Size(layers); ++i) {
+    Target target{get(PyList_GetItem(layers, i), dict_name), Fields(PyList_GetItem(snapshot, i))};
+    if (!wraps_next(layers, classes, i) ||
+        !can_restore_layer(target.held.get(), target.fields, nodes, &visited, &target.same)) {
+      return false;
     }
-    if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_False);
     targets.push_back(std::move(target));
   }
   for (const Target& target : targets) {
-    if (!restore_layer(target.held.get(), target.fields, nodes, target.same)) return nullptr;
+    restore_layer(target.held.get(), target.fields, nodes, target.same);
   }
-  return Py_NewRef(Py_True);
+  return true;
 }
 
 // --- Large containers that have not changed, see `Plain` in snapshots/node_types.py ---
@@ -457,26 +411,23 @@ class Identity {
  public:
   explicit Identity(PyObject* atoms) : atoms_(atoms) {}
 
-  Outcome add(PyObject* value, int depth = 0) {
+  bool add(PyObject* value, int depth = 0) {
     mix(value);
     if (PyList_CheckExact(value)) return add_list(value, depth);
     if (PyDict_CheckExact(value)) return add_dict(value, depth);
     if (PyTuple_CheckExact(value)) return add_tuple(value, depth);
-    const int is_atom = PySet_Contains(atoms_, reinterpret_cast<PyObject*>(Py_TYPE(value)));
-    return is_atom < 0 ? Outcome::kError : is_atom != 0 ? Outcome::kDone : Outcome::kFallback;
+    return is_atom(atoms_, value);
   }
 
   uint64_t hash() const { return hash_; }
 
-  // The containers that can change or hold one that can; sorted. `nullptr` with no error if one occurs twice.
+  // The containers that can change or hold one that can; sorted. Null if one occurs twice.
   Ref parts() {
     std::sort(parts_.begin(), parts_.end());
-    if (std::adjacent_find(parts_.begin(), parts_.end()) != parts_.end()) return Ref();
-    Ref numbers(PyList_New(static_cast<Py_ssize_t>(parts_.size())));
-    for (size_t i = 0; numbers && i < parts_.size(); ++i) {
-      PyObject* number = PyLong_FromVoidPtr(parts_[i]);
-      if (number == nullptr) return Ref();
-      PyList_SetItem(numbers.get(), static_cast<Py_ssize_t>(i), number);
+    if (std::adjacent_find(parts_.begin(), parts_.end()) != parts_.end()) return nullptr;
+    Ref numbers = own(PyList_New(static_cast<Py_ssize_t>(parts_.size())));
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      PyList_SetItem(numbers.get(), static_cast<Py_ssize_t>(i), own(PyLong_FromVoidPtr(parts_[i])).release());
     }
     return numbers;
   }
@@ -494,58 +445,50 @@ class Identity {
   }
 
   // The values of an exact type of an atom need no call, and most are of few types.
-  Outcome add_item(PyObject* item, int depth) {
+  bool add_item(PyObject* item, int depth) {
     PyTypeObject* type = Py_TYPE(item);
     if (type == known_atom_) {
       mix(item);
-      return Outcome::kDone;
+      return true;
     }
-    const Outcome outcome = add(item, depth + 1);
-    if (outcome == Outcome::kDone && !PyList_CheckExact(item) && !PyDict_CheckExact(item) &&
-        !PyTuple_CheckExact(item)) {
-      known_atom_ = type;
-    }
-    return outcome;
+    if (!add(item, depth + 1)) return false;
+    if (!PyList_CheckExact(item) && !PyDict_CheckExact(item) && !PyTuple_CheckExact(item)) known_atom_ = type;
+    return true;
   }
 
-  Outcome add_list(PyObject* list, int depth) {
-    if (depth > kMaxDepth) return Outcome::kFallback;
+  bool add_list(PyObject* list, int depth) {
+    if (depth > kMaxDepth) return false;
     parts_.push_back(list);
     const Py_ssize_t size = PyList_Size(list);
     mix_structure(list, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
-      const Outcome outcome = add_item(PyList_GetItem(list, i), depth);
-      if (outcome != Outcome::kDone) return outcome;
+      if (!add_item(PyList_GetItem(list, i), depth)) return false;
     }
-    return Outcome::kDone;
+    return true;
   }
 
-  Outcome add_dict(PyObject* dict, int depth) {
-    if (depth > kMaxDepth) return Outcome::kFallback;
+  bool add_dict(PyObject* dict, int depth) {
+    if (depth > kMaxDepth) return false;
     parts_.push_back(dict);
     mix_structure(dict, PyDict_Size(dict));
     PyObject *key, *value;
     Py_ssize_t place = 0;
     while (PyDict_Next(dict, &place, &key, &value) != 0) {
-      for (PyObject* item : {key, value}) {
-        const Outcome outcome = add_item(item, depth);
-        if (outcome != Outcome::kDone) return outcome;
-      }
+      if (!add_item(key, depth) || !add_item(value, depth)) return false;
     }
-    return Outcome::kDone;
+    return true;
   }
 
-  Outcome add_tuple(PyObject* tuple, int depth) {
-    if (depth > kMaxDepth) return Outcome::kFallback;
+  bool add_tuple(PyObject* tuple, int depth) {
+    if (depth > kMaxDepth) return false;
     const size_t num_parts = parts_.size();
     const Py_ssize_t size = PyTuple_Size(tuple);
     mix_structure(tuple, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
-      const Outcome outcome = add_item(PyTuple_GetItem(tuple, i), depth);
-      if (outcome != Outcome::kDone) return outcome;
+      if (!add_item(PyTuple_GetItem(tuple, i), depth)) return false;
     }
     if (parts_.size() > num_parts) parts_.push_back(tuple);  // a container in it can change
-    return Outcome::kDone;
+    return true;
   }
 
   PyObject* atoms_;
@@ -557,26 +500,19 @@ class Identity {
 // Takes a container, the set of classes of atoms, and a hash or None. Returns None if the container holds
 // anything but atoms in lists, dicts and tuples, or one of these twice; True if it has that hash; else its
 // hash, and the ids of the containers in it.
-PyObject* plain_identity(PyObject*, PyObject* args) {
-  PyObject *container, *atoms, *known;
-  if (!PyArg_ParseTuple(args, "OO!O", &container, &PySet_Type, &atoms, &known)) return nullptr;
+Ref plain_identity(PyObject* container, PyObject* atoms, PyObject* known) {
   Identity identity(atoms);
-  const Outcome outcome = identity.add(container);
-  if (outcome == Outcome::kError) return nullptr;
-  if (outcome == Outcome::kFallback) return Py_NewRef(Py_None);
-  const Ref hash(PyLong_FromUnsignedLongLong(identity.hash()));
-  if (!hash) return nullptr;
-  const int is_same = known == Py_None ? 0 : PyObject_RichCompareBool(hash.get(), known, Py_EQ);
-  if (is_same != 0) return is_same < 0 ? nullptr : Py_NewRef(Py_True);
+  if (!identity.add(container)) return share(Py_None);
+  const Ref hash = own(PyLong_FromUnsignedLongLong(identity.hash()));
+  if (known != Py_None && is_true(PyObject_RichCompareBool(hash.get(), known, Py_EQ))) return share(Py_True);
   const Ref parts = identity.parts();
-  if (!parts) return PyErr_Occurred() != nullptr ? nullptr : Py_NewRef(Py_None);
-  return Py_BuildValue("OO", hash.get(), parts.get());
+  return parts ? own(PyTuple_Pack(2, hash.get(), parts.get())) : share(Py_None);
 }
 
 PyMethodDef functions[] = {
-    {"plain_identity", plain_identity, METH_VARARGS, nullptr},
-    {"restore_changes", restore_changes, METH_VARARGS, nullptr},
-    {"save_changes", save_changes, METH_VARARGS, nullptr},
+    define<plain_identity>("plain_identity"),
+    define<restore_changes>("restore_changes"),
+    define<save_changes>("save_changes"),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -15,6 +15,13 @@
 
 namespace {
 
+// The result of a fast path.
+enum class Outcome {
+  kDone,
+  kFallback,  // Python must handle this case; no error is set
+  kError,     // a Python error is set
+};
+
 // --- Rows ---
 
 // A compiled `write(slot, value)` for a leaf, a dict, a tuple, text or a sequence.
