@@ -10,10 +10,16 @@ from jaxvec import _errors, _util
 from jaxvec._errors import *  # noqa: F403 - its `__all__` has the public errors
 
 with _util.required_imports():
+    from jaxvec import _backends, _extension, _extensions
     from jaxvec._options import Recycle, Restart, States, Timeouts, Workers
     from jaxvec._results import EnvState, TimeStep
     from jaxvec._settings import config
     from jaxvec._stats import Stats
+
+# What the core does not import itself.
+_extension.extensions += _extensions.make_states, _extensions.make_spare_envs
+_extension.interpreters.append(_backends.make_other_python)
+_extension.backends["ray"] = _backends.make_ray
 
 if TYPE_CHECKING:
     from jaxvec import adapters as adapters

@@ -6,17 +6,15 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
 import shutil
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -25,41 +23,6 @@ from jaxvec._leaves import MaxSizes
 from jaxvec._settings import Config, check_choice, check_count, config
 from jaxvec._spec import Autoreset, declarations, parse_autoreset
 from jaxvec._util import can_bind
-
-if TYPE_CHECKING:
-    from jaxvec._envs.env_slice import EnvSlice
-    from jaxvec._envs.extension import SliceExtension
-    from jaxvec._memory.segment import Arrays, ArrayType
-    from jaxvec._pool.extension import PoolExtension
-    from jaxvec._pool.pool import Pool
-    from jaxvec._spec import PoolSpec
-    from jaxvec._workers.backend import Backend
-
-
-# --- Subsystems beside the core --------------------------------------------------------------------------
-
-
-class Extension(ABC):
-    """A subsystem of a pool beside the core. `PoolConfig.extensions` makes it from the user's options.
-
-    Attributes:
-        spares: Number of envs without a slot that each worker builds, and closes, for the extension.
-    """
-
-    spares: int = 0
-
-    def arrays(self, spec: PoolSpec) -> Iterable[ArrayType]:
-        """Returns arrays that it needs in the segment, whose memory is taken when it is touched."""
-        return ()
-
-    @abstractmethod
-    def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
-        """Returns its half in a worker, for a slice with envs that were never reset."""
-
-    @abstractmethod
-    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
-        """Returns its half in the program, given the arrays of the segment."""
-
 
 # --- Recovery from faults --------------------------------------------------------------------------------
 
@@ -394,7 +357,7 @@ class PoolConfig:
     workers: Workers = Workers()
     batch_size: int | None = None
     recv_order: RecvOrder = "ready"
-    backend: Backend | Literal["process", "serial", "ray"] = "process"
+    backend: Any = "process"  # a `Backend`, or the name of one
     autoreset_mode: AutoresetMode | AutoresetName | None = None
     final_obs: bool = True
     info: Mapping[str, Any] | Iterable[str] | None = None
@@ -465,27 +428,6 @@ class PoolConfig:
         return parse_restart(self.on_fault)
 
     @property
-    def extensions(self) -> Sequence[Extension]:
-        """The subsystems beside the core that the options need. None is imported unless it is needed."""
-        found: list[Extension] = []
-        if self.states.max:
-            states: Any = importlib.import_module("jaxvec._extensions.states")
-            found.append(states.StatesExtension(self.states))
-        if self.spare_envs:
-            spares: Any = importlib.import_module("jaxvec._extensions.spare_envs")
-            found.append(spares.SpareEnvs(self.spare_envs))
-        return found
-
-    @property
-    def interpreter(self) -> Any:
-        """The `Interpreter` of the workers. Another one than this is imported only if it is needed."""
-        if self.workers.python is None:
-            this: Any = importlib.import_module("jaxvec._workers.interpreter")
-            return this.Interpreter()
-        others: Any = importlib.import_module("jaxvec._backends.other_python")
-        return others.OtherPython(self.workers.python)
-
-    @property
     def has_fault(self) -> bool:
         """True if rows have a flag for episodes that are cut by a fault, or to recycle a worker."""
         return self.restart is not None or self.workers.recycle is not None
@@ -501,7 +443,7 @@ class PoolConfig:
             workers=replace(self.workers, init=None),
             # A name: another interpreter's Gymnasium may lack the enum.
             autoreset_mode=self.autoreset and self.autoreset.name,
-            states=States(self.states.max),
+            states=States(),
             backend="process",
             info=None,
             max_sizes=None,

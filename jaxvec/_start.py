@@ -5,7 +5,6 @@ The workers make the envs and describe them; the specification of the pool follo
 
 from __future__ import annotations
 
-import importlib
 import logging
 import multiprocessing
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
+from jaxvec import _extension
 from jaxvec._envs import constructors
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.envs import check_vector
@@ -75,11 +75,11 @@ def start(
         raise RuntimeError(_NO_GUARD)
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
-    interpreter: Interpreter = config.interpreter
+    interpreter = choose_interpreter(config)
     env = interpreter.constructor(constructors.listed(env))
     size = config.envs_per_instance
     num_envs = constructors.count(env, num_envs, size)
-    backend = _backend(config.backend)
+    backend = _choose_backend(config.backend)
     backend.check(config)
     interpreter.check(config)
     num_workers = _num_workers(backend, config, num_envs // (size or 1))
@@ -88,7 +88,17 @@ def start(
     env_fns = [interpreter.adapt(env_fn) for env_fn in env_fns]
     declared = declarations(config.info)
     learnt = [key for key, declaration in declared.items() if declaration is None]
-    recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces, shares_values=shares_values)
+    extensions = [extension for make in _extension.extensions if (extension := make(config)) is not None]
+    recipe = WorkerRecipe(
+        env_fns,
+        slices,
+        config,
+        interpreter,
+        [extension.on_slice for extension in extensions],
+        spares=sum(extension.spares for extension in extensions),
+        equal_spaces=equal_spaces,
+        shares_values=shares_values,
+    )
     workers = backend.start(recipe, learn_info=bool(learnt))
     try:
         description = workers.description
@@ -114,7 +124,8 @@ def start(
             all_at_once=size is not None,
             timeouts=config.timeouts,
             resets_required=resets_required,
-            extensions=config.extensions,
+            extended=[array for extension in extensions for array in extension.arrays(spec)],
+            on_pool=[extension.on_pool for extension in extensions],
         )
         registry.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.settings.transport, place=place)
@@ -146,20 +157,21 @@ def _autoreset_of(description: Description) -> Autoreset:
     return Autoreset(mode)
 
 
-def _backend(given: Any) -> Backend:
-    """Returns a backend, given it or its name. Those beside the core are imported only if they are named."""
-    if isinstance(given, Backend):
-        return given
-    if given == "process":
-        return LocalProcesses()
-    if given == "serial":
-        return SerialBackend()
-    if given == "ray":
-        ray: Any = importlib.import_module("jaxvec._backends.ray.backend")
-        return ray.Ray()
-    raise ValueError(
-        f'backend must be "process", "serial", "ray", a jaxvec.Ray or a jaxvec.Remote, not {given!r}'
-    )
+def choose_interpreter(config: PoolConfig) -> Interpreter:
+    """Returns the interpreter of the workers: this one, unless the options name another."""
+    others = (choose(config) for choose in _extension.interpreters)
+    return next(filter(None, others), None) or Interpreter()
+
+
+def _choose_backend(backend: Any) -> Backend:
+    """Returns a backend, given it or its name."""
+    if isinstance(backend, Backend):
+        return backend
+    by_name = {"process": LocalProcesses, "serial": SerialBackend, **_extension.backends}
+    if isinstance(backend, str) and backend in by_name:
+        return by_name[backend]()
+    names = ", ".join(f'"{name}"' for name in by_name)
+    raise ValueError(f"backend must be {names}, or an object such as a jaxvec.Ray, not {backend!r}")
 
 
 def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> int:

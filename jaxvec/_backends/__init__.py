@@ -1,1 +1,26 @@
 """Where workers may run beside local processes: hosts that dial in, tasks of Ray, another Python."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from jaxvec._options import PoolConfig
+
+if TYPE_CHECKING:
+    from jaxvec._workers.backend import Backend
+    from jaxvec._workers.interpreter import Interpreter
+
+
+def make_ray() -> Backend:
+    from jaxvec._backends.ray.backend import Ray
+
+    return Ray()
+
+
+def make_other_python(config: PoolConfig) -> Interpreter | None:
+    if config.workers.python is None:
+        return None
+    from jaxvec._backends.other_python import OtherPython
+
+    return OtherPython(os.fspath(config.workers.python))

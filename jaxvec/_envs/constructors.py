@@ -31,7 +31,7 @@ from gymnasium.vector import VectorEnv
 from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.copies import copied
 from jaxvec._envs.env_rows import one_of
-from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.env_slice import EnvSlice, OnSlice
 from jaxvec._envs.envs import (
     AttributeErrorContext,
     AttributeFailure,
@@ -382,9 +382,13 @@ def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:
 
 
 def slice_of(
-    config: PoolConfig, envs: list[Any], env_fns: Sequence[EnvFn], spares: list[Any] | None = None
+    config: PoolConfig,
+    envs: list[Any],
+    env_fns: Sequence[EnvFn],
+    on_slice: Sequence[OnSlice],
+    spares: list[Any] | None = None,
 ) -> Callable[..., Slice]:
     """Returns the constructor of a slice of `envs`, which takes the other arguments of its class."""
     if config.envs_per_instance is not None:
         return partial(BatchSlice, envs, size=config.envs_per_instance, check=config.check)
-    return partial(EnvSlice, envs, env_fns, config=config, spares=spares)
+    return partial(EnvSlice, envs, env_fns, config=config, spares=spares, on_slice=on_slice)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from time import monotonic_ns
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ from jaxvec._envs.envs import (
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, EpisodeTracker
 from jaxvec._envs.slice import Done, Slice, SlotData, SlotSettings
+from jaxvec._envs.slice_extension import SliceExtension
 from jaxvec._envs.slot_envs import SlotEnvs
 from jaxvec._errors import EnvStateError
 from jaxvec._leaves import KeyPath, padded_nodes
@@ -52,6 +53,8 @@ from jaxvec._spec import PoolSpec
 from jaxvec._tracing import SpanRecorder
 
 _EMPTY: dict[Any, Any] = {}  # shared by states, which never change
+
+OnSlice: TypeAlias = Callable[["EnvSlice"], SliceExtension]  # makes the half of an extension in a worker
 
 
 def _copied(value: Any) -> Any:
@@ -87,14 +90,15 @@ class EnvSlice(Slice):
         arrays: Arrays,
         config: PoolConfig,
         spares: list[Env] | None = None,
+        on_slice: Sequence[OnSlice] = (),
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
     ) -> None:
         """Creates the slice of the slots from `first`, with one env for each, which `env_fns` built.
 
-        `spares` are further envs, for extensions. With `lends`, envs may write observations directly into
-        their rows. `replaces` is for a slice that replaces one of a dead process: the leaves of Python
-        objects that the program received last, `[n, ...]` each.
+        `on_slice` makes the extensions, and `spares` are further envs for these. With `lends`, envs may write
+        observations directly into their rows. `replaces` is for a slice that replaces one of a dead process:
+        the leaves of Python objects that the program received last, `[n, ...]` each.
         """
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
@@ -155,7 +159,7 @@ class EnvSlice(Slice):
         self._index: Index = slice(0, 0, 1)
         self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
         self.env_fns, self.spec, self.arrays, self.config = env_fns, spec, arrays, config
-        self._extensions = [extension.on_slice(self) for extension in config.extensions]
+        self._extensions = [extend(self) for extend in on_slice]
         for extension in self._extensions:
             self.verbs = {**self.verbs, **extension.verbs}
             self.slots.autoreset_by = extension.autoreset or self.slots.autoreset_by

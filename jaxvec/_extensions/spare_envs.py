@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvec._arguments import derive_seeds
 from jaxvec._envs.envs import Env
-from jaxvec._envs.extension import SliceExtension
+from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays
-from jaxvec._options import Extension
-from jaxvec._pool.extension import PoolExtension
+from jaxvec._pool.pool_extension import PoolExtension
 from jaxvec._tracing import span
 
 if TYPE_CHECKING:

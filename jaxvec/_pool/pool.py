@@ -12,7 +12,7 @@ The native engine makes an ordinary move in C++, from the check to the copy. Thi
 else: moves that must wait for other threads, timeouts, errors, resets with options, and pools without C++.
 
 Neighbours: `state.py` decides whether the pool is usable, `env_calls.py` calls methods of envs,
-`registry.py` finds the pool that a handle names, and `extension.py` is the door for further operations.
+`registry.py` finds the pool that a handle names, and `pool_extension.py` is the door for further operations.
 """
 
 from __future__ import annotations
@@ -34,10 +34,20 @@ from jaxvec._dispatch.engine import Engine, EngineConfig, MoveResult, PendingEnv
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import EnvIdError, JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
-from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
-from jaxvec._options import Extension, LimitName, Timeouts
+from jaxvec._memory.segment import (
+    Arrays,
+    ArrayType,
+    Deliver,
+    Rows,
+    Views,
+    copies,
+    into,
+    make_layout,
+    whole_segment,
+)
+from jaxvec._options import LimitName, Timeouts
 from jaxvec._pool.env_calls import EnvCalls
-from jaxvec._pool.extension import PoolExtension
+from jaxvec._pool.pool_extension import PoolExtension
 from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats, WorkerStats
@@ -74,14 +84,15 @@ class Pool:
         all_at_once: bool,
         timeouts: Timeouts,
         resets_required: bool,
-        extensions: Sequence[Extension] = (),
+        extended: Sequence[ArrayType] = (),
+        on_pool: Sequence[Callable[[Pool, Arrays], PoolExtension]] = (),
     ) -> None:
         """Attaches the workers to a new segment.
 
         `slices` has the range of env ids `(first, stop)` of each worker. With `in_order`, `recv` returns envs
         in sending order. With `all_at_once`, each step, send and recv must have all envs, because they are
         batched. With `resets_required`, an env must be reset before its first step and, without autoreset,
-        after each episode.
+        after each episode. `on_pool` makes the extensions, whose arrays `extended` are in the segment, too.
         """
         self.spec = spec
         self.workers: WorkerGroup = workers
@@ -89,8 +100,7 @@ class Pool:
         self._all_at_once = all_at_once
         self._timeouts = timeouts
         self.id: int = next(_ids)  # in the handles and states of this pool
-        own = itertools.chain.from_iterable(extension.arrays(spec) for extension in extensions)
-        layout = make_layout(spec, len(slices), extended=own)
+        layout = make_layout(spec, len(slices), extended=extended)
         arrays = workers.attach(layout, spec)
         self.pending_envs: PendingEnvs = PendingEnvs(spec.num_envs, spec.batch_size)
         self.all: NDArray[np.int_] = self.pending_envs.all  # ids of all envs
@@ -120,7 +130,7 @@ class Pool:
         self.env_calls: EnvCalls = EnvCalls(
             workers, self.state, self.engine, slices=slices, raw_info=self.views.raw_info
         )
-        self._extensions = [extension.on_pool(self, arrays) for extension in extensions]
+        self._extensions = [extend(self, arrays) for extend in on_pool]
 
     @property
     def closed(self) -> bool:

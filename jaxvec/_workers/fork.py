@@ -199,10 +199,10 @@ _lock = threading.RLock()
 class Forker:
     """Starts workers on this machine as forks of a server. `Timeouts.start` includes the server's start."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, interpreter: Interpreter) -> None:
         self._workers = config.workers
         self._timeout = config.timeouts.start
-        self._interpreter: Interpreter = config.interpreter
+        self._interpreter = interpreter
         # Guarded by the module's `_lock`, since a thread may launch a replacement while another one closes.
         self._server: _ForkServer | None = None  # from the first launch to `close`, or until it is discarded
         self._closed = False

@@ -46,6 +46,7 @@ from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import check_all, name_worker
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
+from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.output import Output, OutputFiles, OutputLog
 from jaxvec._workers.protocol import Attach, WorkerRecipe
 from jaxvec._workers.spawn import Spawner
@@ -70,10 +71,12 @@ def choose_start_method(name: str) -> str:
 class LocalLauncher(Launcher):
     """Starts workers on this machine, by fork or, where that is unsafe, as new interpreters."""
 
-    def __init__(self, config: PoolConfig, slices: Mapping[int, tuple[int, int]]) -> None:
-        self._config = config
+    def __init__(
+        self, config: PoolConfig, interpreter: Interpreter, slices: Mapping[int, tuple[int, int]]
+    ) -> None:
+        self._config, self._interpreter = config, interpreter
         forks = choose_start_method(config.workers.start_method) == "forkserver"
-        self._launcher = Forker(config) if forks else Spawner(config)
+        self._launcher = Forker(config, interpreter) if forks else Spawner(config, interpreter)
         if config.workers.preload and not forks:
             modules, reason = list(config.workers.preload), fork.reason_unavailable()
             _logger.warning("preload=%s has no effect: workers can't be forked here: %s", modules, reason)
@@ -101,7 +104,7 @@ class LocalLauncher(Launcher):
                     'start_method="spawn", or remove the module that starts them from preload'
                 ) from error
             _logger.info('using start_method="spawn": %s', error)
-            self._launcher = Spawner(self._config)
+            self._launcher = Spawner(self._config, self._interpreter)
             return self._launcher.launch(streams)
 
     def close(self) -> None:
@@ -124,14 +127,14 @@ class LocalProcesses(Backend):
         return min(num_instances, usable_cores())
 
     def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
-        launcher = LocalLauncher(recipe.config, dict(enumerate(recipe.slices)))
+        launcher = LocalLauncher(recipe.config, recipe.interpreter, dict(enumerate(recipe.slices)))
         return ProcessWorkers(recipe, launcher, learn_info=learn_info)
 
 
-def _dispatch_of(config: PoolConfig) -> str:
+def _dispatch_of(recipe: WorkerRecipe) -> str:
     """Returns the dispatch for workers, which may be another interpreter without the native library."""
-    dispatch = config.settings.dispatch
-    if dispatch == "auto" and not config.interpreter.is_native:
+    dispatch = recipe.config.settings.dispatch
+    if dispatch == "auto" and not recipe.interpreter.is_native:
         return "portable"
     return choose_dispatch(dispatch)
 
@@ -147,7 +150,7 @@ class ProcessWorkers(WorkerGroup):
         budget = Budget(recipe.config.restart, len(recipe.slices))
         self._slices = recipe.slices
         self._launcher = launcher
-        self._kind = _dispatch_of(recipe.config)
+        self._kind = _dispatch_of(recipe)
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
         self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
         self.incarnations, self.last_errors = supervisor.incarnations, supervisor.last_errors

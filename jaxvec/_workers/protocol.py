@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._envs import constructors
+from jaxvec._envs.env_slice import OnSlice
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import SlotSettings
@@ -40,6 +41,9 @@ class WorkerRecipe:
     env_fns: Sequence[EnvFn]  # of all envs, or of all instances of batched envs
     slices: Slices  # `(first, stop)` of each worker's envs
     config: PoolConfig
+    interpreter: Interpreter
+    on_slice: Sequence[OnSlice]  # of the extensions
+    spares: int  # number of envs without a slot that each worker builds for them
     equal_spaces: bool  # whether bounds of observations and rewards must be equal
     shares_values: bool = False  # whether envs in this process get the objects of the caller, not copies
 
@@ -62,9 +66,10 @@ class Setup:
     first: int  # id of the worker's first env
     # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
     init: bytes | None
-    env_fns: bytes  # with the options of states, which contain functions and classes of the user
+    env_fns: bytes  # with the extensions, whose options may contain functions and classes of the user
     large: Sequence[BufferPlace]  # of the buffers that `env_fns` lacks; a descriptor comes with them
     config: PoolConfig
+    spares: int
     equal_spaces: bool
     learn_info: bool
 
@@ -179,11 +184,11 @@ def make_setup(
     first, _ = recipe.slices[worker]
     config = recipe.config
     init = config.workers.init
-    interpreter: Interpreter = config.interpreter
+    interpreter = recipe.interpreter
     pickled_init = init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)")
     large: list[PickleBuffer] = []
     env_fns = _pickle(
-        (list(recipe.env_fns_of(worker)), config.states),
+        (list(recipe.env_fns_of(worker)), recipe.on_slice),
         f"the constructor of env {first}",
         ', or use backend="serial"',
         # Another interpreter may have a NumPy that can't read pickles without buffers.
@@ -199,6 +204,7 @@ def make_setup(
         env_fns=env_fns,
         large=[buffers.add(each) for each in large] if buffers is not None else [],
         config=config.for_workers(),
+        spares=recipe.spares,
         equal_spaces=recipe.equal_spaces,
         learn_info=learn_info and first == 0,
     )

@@ -90,7 +90,7 @@ class SerialWorkers(WorkerGroup):
         slices = ((0, spec.num_envs),)
         end = parent_end(self._dispatch, Marks.of(arrays), slices=slices, channels=(), spin_ns=0)
         self._open_engine = partial(open_engine, end, spec, arrays)
-        make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
+        make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns, self._recipe.on_slice)
         with self._typed(), EnvErrorContext(0, "constructor"):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         if self._recipe.shares_values:

@@ -93,9 +93,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 class Spawner:
     """Starts workers on this machine as new interpreters."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, interpreter: Interpreter) -> None:
         self._changes = config.workers.env
-        self._interpreter: Interpreter = config.interpreter
+        self._interpreter = interpreter
 
     def launch(self, streams: Sequence[int]) -> tuple[SpawnedWorker, Channel]:
         channel, worker_end = channel_pair()

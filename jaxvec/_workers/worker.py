@@ -103,16 +103,14 @@ def run_worker(channel: Channel) -> None:
                     _unpickle(setup.init)()
             with EnvErrorContext(setup.first, "constructor"):
                 large = map_buffers(channel.descriptors.pop(), setup.large) if setup.large else ()
-                env_fns, states = _unpickle(setup.env_fns, large)
-            config = replace(config, states=states)
+                env_fns, on_slice = _unpickle(setup.env_fns, large)
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
             stacks.publish(setup.worker, setup.first, last)
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
             with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
                 Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit
-            num_spares = sum(extension.spares for extension in config.extensions)
-            total = len(env_fns) * (size or 1) + num_spares
+            total = len(env_fns) * (size or 1) + setup.spares
 
             def report_built(count: int) -> None:
                 channel.send(pickle.dumps(Built(count, total)))  # faster than by cloudpickle
@@ -126,14 +124,14 @@ def run_worker(channel: Channel) -> None:
             retires = False
             try:
                 with _reporting(channel):
-                    build_spares(spares, num_spares, env_fns, setup.first, envs, report=report_built)
+                    build_spares(spares, setup.spares, env_fns, setup.first, envs, report=report_built)
                     description = describe(
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )
                     with EnvErrorContext(setup.first, "constructor"):
                         ready = Ready(dumps(setup.interpreter.to_plain(description)))
                     channel.send(ready)
-                    make_slice = constructors.slice_of(config, envs, env_fns, spares)
+                    make_slice = constructors.slice_of(config, envs, env_fns, on_slice, spares)
                     retires = _serve(channel, make_slice, config.workers, running)
             finally:
                 with _reporting(channel):

@@ -33,7 +33,7 @@ from jaxvec._options import (
     Timeouts,
     Workers,
 )
-from jaxvec._start import start
+from jaxvec._start import choose_interpreter, start
 from jaxvec._util import add_note
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec._workers.backend import Backend
@@ -262,7 +262,7 @@ def make(
         config = PoolConfig(
             **{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given}
         )
-        constructor = config.interpreter.constructor(env)
+        constructor = choose_interpreter(config).constructor(env)
         _refuse_unknown(constructor, env_kwargs)
         _effects.install()
         transport = _primitive.choose_transport(config.settings.transport)

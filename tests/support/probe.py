@@ -51,6 +51,7 @@ from jaxvec._vector_env import pool_of
 from jaxvec._workers import base, budget, fork, forkserver, lifeline, output, process, spawn, stacks
 from jaxvec._workers import supervisor as supervisor_module
 from jaxvec._workers.fair_locks import FairLocks
+from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.supervisor import Supervisor
 from jaxvec.callbacks import _call, _ffi, _io_callback, _operands, _primitive
 from jaxvec.callbacks._functions import bind_reset, fresh_handle

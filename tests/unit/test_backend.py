@@ -34,7 +34,10 @@ class Advised(Backend):
 
 class AdvisedLauncher(Launcher):
     def __init__(self, backend, recipe):
-        self.backend, self.local = backend, LocalLauncher(recipe.config, dict(enumerate(recipe.slices)))
+        self.backend, self.local = (
+            backend,
+            LocalLauncher(recipe.config, recipe.interpreter, dict(enumerate(recipe.slices))),
+        )
 
     def launch(self, worker):
         process, channel = self.local.launch(worker)
@@ -76,5 +79,5 @@ def test_a_backend_of_a_user_starts_and_replaces_workers(make):
 def test_a_backend_refuses_options(make):
     with pytest.raises(ValueError, match="spare_envs does not go with advice"):
         make(CountingEnv, 2, backend=Advised(""), spare_envs=1)
-    with pytest.raises(ValueError, match='backend must be "process", "serial", "ray", a jaxvec.Ray'):
+    with pytest.raises(ValueError, match='backend must be "process", "serial", "ray", or an object'):
         make(CountingEnv, 2, backend="threads")

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxvec import _envs
-from jaxvec._envs.extension import SliceExtension
+from jaxvec import _envs, _extension
+from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._extension import Extension
 from jaxvec._leaves import as_is
-from jaxvec._options import Extension, PoolConfig, Restart
-from jaxvec._pool.extension import PoolExtension
+from jaxvec._options import PoolConfig, Restart
+from jaxvec._pool.pool_extension import PoolExtension
 from jaxvec._start import start
 from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
@@ -65,13 +66,10 @@ class Fragile(CountingEnv):
         return super().step(action)
 
 
-class WithBuilds(PoolConfig):
-    extensions = (Builds(),)
-
-
 @pytest.mark.parametrize("backend", ["process", "serial"])
-def test_both_halves_of_an_extension_share_an_array_and_a_request(backend):
-    config = WithBuilds(backend=backend, on_fault=Restart(retry="rebuild", rate=None))
+def test_both_halves_of_an_extension_share_an_array_and_a_request(backend, monkeypatch):
+    monkeypatch.setattr(_extension, "extensions", [lambda config: Builds()])
+    config = PoolConfig(backend=backend, on_fault=Restart(retry="rebuild", rate=None))
     with start(Fragile, 3, config, env_kwargs={}, policy=as_is) as envs:
         mine = pool_of(envs).extension(PoolBuilds)
         assert mine.builds.tolist() == [1, 1, 1]
@@ -86,11 +84,15 @@ def test_both_halves_of_an_extension_share_an_array_and_a_request(backend):
 def test_the_core_names_no_extension_and_no_other_backend():
     root = Path(_envs.__file__).parents[1]
     names = "_dispatch", "_envs", "_memory", "_native", "_pool", "_workers", "callbacks"
-    core = [path for name in names for path in (root / name).glob("*.py")]
-    assert len(core) > 40
-    words = re.compile(r"_extensions\.|_backends|snapshot|StatefulEnv|StateTable|Rollouts|HostLink")
-    lines = [(path.name, line) for path in core for line in path.read_text().splitlines()]
-    assert not [each for each in lines if words.search(each[1])]
+    rooms = [path for name in names for path in (root / name).glob("*.py")]
+    top = [path for path in root.glob("_*.py") if path.name not in ("__init__.py", "_vector_env.py")]
+    assert len(rooms) > 40
+    assert len(top) > 10
+    words = re.compile(r"jaxvec\._extensions|_backends|snapshot|StatefulEnv|StateTable|Rollouts\b|HostLink")
+    imports = re.compile(r"jaxvec\._extensions|import.*\b_extensions\b|_backends")
+    for pattern, paths in ((words, rooms), (imports, top)):
+        lines = [(path.name, line) for path in paths for line in path.read_text().splitlines()]
+        assert not [each for each in lines if pattern.search(each[1])]
 
 
 def test_a_pool_has_no_extension_that_it_does_not_need(make):

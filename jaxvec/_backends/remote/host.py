@@ -35,6 +35,7 @@ from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._options import PoolConfig
 from jaxvec._util import dumps, usable_cores
 from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
+from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.process import LocalLauncher
 from jaxvec._workers.protocol import Attach, Setup
 
@@ -61,7 +62,7 @@ class WorkerHost:
     def __init__(self, workers: range, slices: Slices, config: PoolConfig) -> None:
         self._workers = workers
         self._slices = slices
-        self._launcher = LocalLauncher(config, dict(zip(workers, slices, strict=True)))
+        self._launcher = LocalLauncher(config, Interpreter(), dict(zip(workers, slices, strict=True)))
         # Guards `_requests`, `_messages` and changes of the worker slots, which both threads make.
         self._lock = threading.Lock()
         self._worker_slots = {worker: _WorkerSlot(*dead_socket()) for worker in workers}

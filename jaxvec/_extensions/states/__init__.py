@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxvec._envs.extension import SliceExtension
+from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays, ArrayType
-from jaxvec._options import Extension, States
+from jaxvec._options import States
 from jaxvec._spec import PoolSpec
 
 if TYPE_CHECKING:  # each process imports its own half only

@@ -26,8 +26,8 @@ from jaxvec._extensions.states.slot_states import LostStates
 from jaxvec._extensions.states.state_files import PackedStates
 from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, index_of
 from jaxvec._pool import registry
-from jaxvec._pool.extension import Operation, PoolExtension
 from jaxvec._pool.pool import Pool
+from jaxvec._pool.pool_extension import Operation, PoolExtension
 from jaxvec._pool.state import ActiveMove
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._workers.diagnosis import check_all

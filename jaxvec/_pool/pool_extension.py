@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._memory.segment import Deliver, Rows
 
-if TYPE_CHECKING:
-    from jaxvec._pool.pool import Pool
-
 # Takes the extension, the pool, a move, the operands, and how time steps are delivered; returns the results.
-Operation: TypeAlias = Callable[[Any, "Pool", Move, Rows, Deliver], list[Any]]
+Operation: TypeAlias = Callable[[Any, Any, Move, Rows, Deliver], list[Any]]
 
 
 class PoolExtension:

@@ -1,0 +1,54 @@
+"""The door for subsystems beside the core (`Extension`), and tables of what other packages add to the core.
+
+`jaxvec/__init__.py` fills the tables. The core reads them, and imports nothing that is in them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from jaxvec._options import PoolConfig
+from jaxvec._spec import PoolSpec
+
+if TYPE_CHECKING:  # each process imports its own half only
+    from jaxvec._envs.env_slice import EnvSlice
+    from jaxvec._envs.slice_extension import SliceExtension
+    from jaxvec._memory.segment import Arrays, ArrayType
+    from jaxvec._pool.pool import Pool
+    from jaxvec._pool.pool_extension import PoolExtension
+    from jaxvec._workers.backend import Backend
+    from jaxvec._workers.interpreter import Interpreter
+
+
+class Extension(ABC):
+    """A subsystem of a pool beside the core.
+
+    Attributes:
+        spares: Number of envs without a slot that each worker builds, and closes, for the extension.
+    """
+
+    spares: int = 0
+
+    def arrays(self, spec: PoolSpec) -> Iterable[ArrayType]:
+        """Returns arrays that it needs in the segment, whose memory is taken when it is touched."""
+        return ()
+
+    @abstractmethod
+    def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
+        """Returns its half in a worker, for a slice with envs that were never reset."""
+
+    @abstractmethod
+    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
+        """Returns its half in the program, given the arrays of the segment."""
+
+
+# Each returns the extension that the options of a pool need, or `None`.
+extensions: list[Callable[[PoolConfig], Extension | None]] = []
+
+# Each returns the interpreter of the workers that the options name, or `None` for this one.
+interpreters: list[Callable[[PoolConfig], Interpreter | None]] = []
+
+# By name, for `make(backend=...)`.
+backends: dict[str, Callable[[], Backend]] = {}
