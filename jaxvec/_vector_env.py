@@ -35,15 +35,6 @@ from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._util import run_in_thread
 
-# Calls to write in a program in place of methods.
-_IN_PROGRAMS = {
-    "reset": "handle, timestep = jaxvec.reset(envs, seed=..., mask=..., options=...)",
-    "step": "handle, timestep = jaxvec.step(handle, action)",
-    "send": "handle = jaxvec.send(handle, action, env_id)",
-    "restore": "handle, timestep = jaxvec.restore(handle, state)",
-    "simulate": "state, timestep = jaxvec.simulate(envs, state, action)",
-    "call": "handle, results = jaxvec.call(handle, name, *args)",
-}
 _TRACED = (
     "VectorEnv.{name} got a traced array: this method runs in Python, once, while JAX traces the program, "
     "and needs numbers. {advice}"
@@ -59,12 +50,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def _on_host(method: _Method) -> _Method:
     """Makes an error of a method leave out jaxvec's own frames, and explains traced arguments."""
     name = method.__name__
-    inside = _IN_PROGRAMS.get(name)
-    advice = "Call it outside jit" if inside is None else f"Inside jit, write: {inside}"
+    inside = Verb[name.upper()].traits.in_program if name.upper() in Verb.__members__ else ""
+    advice = f"Inside jit, write: {inside}" if inside else "Call it outside jit"
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._unchecked and inside is not None:
+        if self._unchecked and inside:
             self._unchecked -= 1
             if _in_program() and not _is_traced((args, kwargs)):
                 raise TypeError(_TRACING.format(name=name, advice=advice))

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _native, _stats
 from jaxvec._arguments import NO_SEED
+from jaxvec._dispatch.move import merge
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.envs import (
     AttributeErrorContext,
@@ -159,9 +160,9 @@ class EnvSlice(Slice):
         self._index: Index = slice(0, 0, 1)
         self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
         self.env_fns, self.spec, self.arrays, self.config = env_fns, spec, arrays, config
-        self._extensions = [extend(self) for extend in on_slice]
-        for extension in self._extensions:
-            self.verbs = {**self.verbs, **extension.verbs}
+        self.extensions = [extend(self) for extend in on_slice]
+        self.verbs = merge(extension.verbs for extension in self.extensions)
+        for extension in self.extensions:
             self.slots.autoreset_by = extension.autoreset or self.slots.autoreset_by
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))
@@ -177,7 +178,7 @@ class EnvSlice(Slice):
             try:
                 options = None if self._options is None else self._options[index]
                 self.rows.write_obs(index, self._start(index, *self.slots.reset(index, options)))
-                for extension in self._extensions:
+                for extension in self.extensions:
                     extension.env_reset(index, self.slots.given_seed(index))
                 if done is not None:
                     done(slot, 1)
@@ -237,13 +238,13 @@ class EnvSlice(Slice):
 
     @property
     def can_prepare(self) -> bool:
-        return any(extension.can_prepare for extension in self._extensions)
+        return any(extension.can_prepare for extension in self.extensions)
 
     def prepare(self) -> None:
-        next(extension for extension in self._extensions if extension.can_prepare).prepare()
+        next(extension for extension in self.extensions if extension.can_prepare).prepare()
 
     def close(self) -> None:
-        for extension in self._extensions:
+        for extension in self.extensions:
             extension.close()
 
     def _step_each(self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None) -> None:
@@ -407,14 +408,6 @@ class EnvSlice(Slice):
 
     # --- Requests over the control socket ---------------------------------------------------------
 
-    requests = Slice.requests | {"give_actions", "put_objects", "get_objects"}
-
-    def answer(self, name: str, *args: Any) -> Any:
-        for extension in self._extensions:
-            if name in extension.requests:
-                return extension.requests[name](*args)
-        return super().answer(name, *args)
-
     def _record_calls(self, recorder: SpanRecorder | None) -> None:
         self.slots.record(recorder)
 
@@ -472,7 +465,7 @@ class EnvSlice(Slice):
     def rebuild(self, index: int) -> None:
         """Replaces the env at an index by a new one."""
         self.slots.rebuild(index)
-        for extension in self._extensions:
+        for extension in self.extensions:
             extension.env_built(index)
 
     def save_slot(self, index: int) -> SlotData:

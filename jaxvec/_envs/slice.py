@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -13,6 +13,7 @@ from jaxvec._arguments import Options
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvFailure
+from jaxvec._envs.slice_extension import SliceExtension
 from jaxvec._leaves import KeyPath
 from jaxvec._tracing import SpanRecorder, Trace
 
@@ -91,24 +92,47 @@ Done = Callable[[int, int], None]
 Arguments: TypeAlias = Callable[[int, int], tuple[Any, ...] | None]
 
 
+class MethodName(NamedTuple):
+    """The name of a method, which finds it also in a class that was pickled by value."""
+
+    module: str
+    owner: str  # the qualified name of the class
+    name: str
+
+    @classmethod
+    def of(cls, method: Callable[..., Any]) -> MethodName:
+        """Returns the name of `Class.method`."""
+        owner, _, name = method.__qualname__.rpartition(".")
+        return cls(method.__module__, owner, name)
+
+
 class Slice(ABC):
     """The envs of neighbouring slots, which fill the rows of these slots in the segment."""
 
     first: int  # the first slot
-    # Methods that a pool requests by name, while none of the slice's envs is pending.
-    requests: ClassVar[frozenset[str]] = frozenset(
-        ("infos_of", "call", "get_attr", "map", "set_attr", "set_options", "start_trace", "stop_trace")
-    )
-    verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of extensions
+    extensions: Sequence[SliceExtension] = ()
+    verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of the extensions
     recorder: SpanRecorder | None = None  # `None` while no trace is recorded
     _trace: Trace | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests
     _copied: Callable[[Any], Any] = staticmethod(copied)  # of values that several envs get
 
-    def answer(self, name: str, *args: Any) -> Any:
-        """Returns the result of a request."""
-        assert name in self.requests, name
-        return getattr(self, name)(*args)
+    def answer(self, method: MethodName, *args: Any) -> Any:
+        """Returns the result of a request: a method of the slice, or of one of its extensions.
+
+        A pool makes requests while none of the slice's envs is pending.
+        """
+        for owner in (self, *self.extensions):
+            for base in type(owner).__mro__:
+                if (base.__module__, base.__qualname__) == (method.module, method.owner):
+                    return getattr(owner, method.name)(*args)
+        raise NotImplementedError(f"no extension of the pool has the method {method.owner}.{method.name}")
+
+    def perform(self, verb: Verb, slots: NDArray[Any]) -> None:
+        """Performs an extension's operation, which does not raise."""
+        if verb not in self.verbs:
+            raise NotImplementedError(f"no extension of the pool performs {verb.word}")
+        self.verbs[verb](slots)
 
     @property
     def can_prepare(self) -> bool:

@@ -14,18 +14,16 @@ class SliceExtension:
     """One subsystem's half in a worker. `EnvSlice` calls its methods, which do nothing by default.
 
     It may use what `EnvSlice` documents for extensions. An extension of `PoolExtension` is its half in the
-    program, and reaches it by requests and verbs.
+    program, and reaches it by requests and verbs. Each public method can be requested, as `Class.method`,
+    while none of the slice's envs is pending; it raises `EnvFailure`.
 
     Attributes:
-        requests: Functions that the program calls by name, while none of the slice's envs is pending. They
-            raise `EnvFailure`.
         verbs: Functions that a dispatch calls with its slots. They do not raise: what they could not do, the
-            program requests again by name.
+            program requests again.
         autoreset: Resets the env at an index when its episode has ended, and returns the result. It may
             replace the env before.
     """
 
-    requests: Mapping[str, Callable[..., Any]] = {}
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}
     autoreset: Callable[[int], Any] | None = None
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.engine import Engine
 from jaxvec._dispatch.move import Move, Verb
-from jaxvec._envs.slice import Arguments
+from jaxvec._envs.slice import Arguments, Slice
 from jaxvec._memory.segment import InfoKind, known
 from jaxvec._pool.state import PoolState
 from jaxvec._workers.base import WorkerGroup
@@ -61,7 +61,9 @@ class EnvCalls:
                 return (full_here,) if full_here else None
 
             if full.size:
-                infos.update(zip(full.tolist(), _flatten(self.request("infos_of", arguments)), strict=True))
+                infos.update(
+                    zip(full.tolist(), _flatten(self.request(Slice.infos_of, arguments)), strict=True)
+                )
             return list(infos.values())
 
     def known_infos(self) -> list[dict[str, Any]] | None:
@@ -89,20 +91,20 @@ class EnvCalls:
         `args`, `[n]`, are the positional arguments of each env's call. `on_started` is called once no other
         call can overtake this one.
         """
-        return self._call_envs(move, "call", args, name, kwargs, on_started=on_started)
+        return self._call_envs(move, Slice.call, args, name, kwargs, on_started=on_started)
 
     def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
         """Returns an attribute of each env, `[n]`. A method is returned, not called."""
-        return self._call_envs(Move(Verb.CALL, slots), "get_attr", [()] * len(slots), name)
+        return self._call_envs(Move(Verb.CALL, slots), Slice.get_attr, [()] * len(slots), name)
 
     def map(self, slots: NDArray[Any], function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """Returns `function(env, *args)` for each env, `[n]`, called in the workers."""
-        return self._call_envs(Move(Verb.CALL, slots), "map", [args] * len(slots), function)
+        return self._call_envs(Move(Verb.CALL, slots), Slice.map, [args] * len(slots), function)
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of each env to one of `values`, `[n]`."""
         with self._holding_workers(Move(Verb.CALL, slots), name="set_attr"):
-            self.request_each("set_attr", slots, values, name)
+            self.request_each(Slice.set_attr, slots, values, name)
             if self._workers.env_settings is not None:
                 self._workers.env_settings.set_attr(slots, values, name)
 
@@ -112,17 +114,19 @@ class EnvCalls:
         concerned[self._starts.searchsorted(slots, side="right")] = True
         return self._all[concerned[1:][self.worker_of]]
 
-    def request(self, name: str, arguments: Arguments) -> list[Any]:
-        """Calls a method of the workers' `EnvSlice` objects.
+    def request(self, method: Callable[..., Any], arguments: Arguments) -> list[Any]:
+        """Calls a method of the workers' slices, or of their extensions.
 
         `arguments` maps a worker's range of slots to the arguments; `None` skips the worker.
         """
         with self._state.breaking():
-            answers = self._workers.request(name, arguments, check=self._state.check)
+            answers = self._workers.request(method, arguments, check=self._state.check)
         return check_all(answers)
 
-    def request_each(self, name: str, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
-        """Calls a method `name(slots, values, *more)` of the slices of the workers that have some of `slots`.
+    def request_each(
+        self, method: Callable[..., Any], slots: NDArray[Any], values: Sequence[Any], *more: Any
+    ) -> list[Any]:
+        """Calls `method`, with `(slots, values, *more)`, in the workers that have some of `slots`.
 
         Each worker receives its own slots and values. `slots`, `[n]`, are distinct.
         """
@@ -132,7 +136,7 @@ class EnvCalls:
             slots_here = [slot for slot in range(first, stop) if slot in by_slot]
             return (slots_here, [by_slot[slot] for slot in slots_here], *more) if slots_here else None
 
-        return self.request(name, arguments)
+        return self.request(method, arguments)
 
     def forget(self) -> None:
         """Drops the view of the segment. Called when the pool is closed."""
@@ -141,16 +145,20 @@ class EnvCalls:
     def _call_envs(
         self,
         move: Move,
-        name: str,
+        method: Callable[..., Any],
         args: Sequence[Sequence[Any]],
         *more: Any,
         on_started: Callable[[], None] | None = None,
     ) -> list[Any]:
         slots = move.slots
         with self._holding_workers(move, on_started):
-            if move.verb is Verb.CALL and name != "get_attr" and self._workers.env_settings is not None:
+            if (
+                move.verb is Verb.CALL
+                and method is not Slice.get_attr
+                and self._workers.env_settings is not None
+            ):
                 self._workers.env_settings.call(slots)
-            slices = self.request_each(name, slots, args, *more)
+            slices = self.request_each(method, slots, args, *more)
         # The workers answer in the order of the env ids; the caller expects the order of `slots`.
         results = dict(zip(np.sort(slots).tolist(), _flatten(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]

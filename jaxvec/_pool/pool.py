@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +32,8 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, check_options, expand_options, merge_options
 from jaxvec._dispatch.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status
-from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._dispatch.move import Caller, Move, Verb, merge
+from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._errors import EnvIdError, JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import (
@@ -131,6 +133,10 @@ class Pool:
             workers, self.state, self.engine, slices=slices, raw_info=self.views.raw_info
         )
         self._extensions = [extend(self, arrays) for extend in on_pool]
+        self._operations = merge(
+            {verb: partial(operation, extension) for verb, operation in extension.verbs.items()}
+            for extension in self._extensions
+        )
 
     @property
     def closed(self) -> bool:
@@ -153,14 +159,10 @@ class Pool:
 
     def perform(self, move: Move, operands: Rows, deliver: Deliver = copies) -> list[Any]:
         """Performs an operation of an extension, see `PoolExtension.verbs`, and returns its results."""
-        for extension in self._extensions:
-            if (operation := extension.verbs.get(move.verb)) is not None:
-                return operation(extension, self, move, operands, deliver)
+        if (operation := self._operations.get(move.verb)) is not None:
+            return operation(self, move, operands, deliver)
         self.state.check()
-        raise ValueError(
-            f"{move.verb.word}: pool {self.id} keeps no states; make it with states=n, the number of states "
-            "that your program uses at the same time"
-        )
+        raise ValueError(f"{move.verb.word}: pool {self.id} {move.verb.traits.without}")
 
     def extension(self, kind: type[_Kind]) -> _Kind | None:
         """Returns the pool's extension of a class, if it has one."""
@@ -268,7 +270,7 @@ class Pool:
             with self.engine.exclusive(self.env_calls.of_workers(env_ids)):
                 self.state.enter(move)
                 self.state.check_status(self.engine.check_envs(env_ids, stepped=True), env_ids)
-                self.env_calls.request_each("give_actions", env_ids, actions)
+                self.env_calls.request_each(EnvSlice.give_actions, env_ids, actions)
                 with self.state.breaking():
                     self.engine.dispatch(Verb.STEP, env_ids)
                 self.pending_envs.note_sent(env_ids, self._timeouts.step)

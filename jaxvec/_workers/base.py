@@ -199,9 +199,14 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def request(
-        self, name: str, arguments: Arguments, *, limit: LimitName = "step", check: Check = lambda: None
+        self,
+        method: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        limit: LimitName = "step",
+        check: Check = lambda: None,
     ) -> list[Any]:
-        """Makes a request to each slice (`Slice.answer`), and returns the result of each.
+        """Requests a call of `method` from each slice (`Slice.answer`), and returns the result of each.
 
         `arguments` returns a slice's arguments for `(first, stop)`, or `None` to skip it. `limit` and `check`
         are as in `WaitLimits`. A result is an error if an env raised there, or if the slice's worker was

@@ -22,13 +22,7 @@ from jaxvec._workers.base import Process, Slices, WaitLimits
 
 _MAX_STACKS = 4  # of late workers in an error message
 
-_ACTIVITIES: dict[int, str] = {
-    Verb.RESET: "resetting",
-    Verb.STEP: "stepping",
-    Verb.SAVE: "saving",
-    Verb.RESTORE: "restoring",
-    Verb.SIMULATE: "simulating",
-}
+_ACTIVITIES: dict[int, str] = {verb: verb.traits.activity for verb in Verb if verb.traits.activity}
 _MAX_OTHERS = 10  # further failures in the text of an error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from jaxvec._dispatch.channel import Channel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
 from jaxvec._dispatch.engine import Engine, EngineConfig
 from jaxvec._dispatch.move import Verb
-from jaxvec._envs.slice import Arguments
+from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.slice import Arguments, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._options import LimitName, PoolConfig
@@ -230,27 +231,32 @@ class ProcessWorkers(WorkerGroup):
             return (select_options(options, *slots),) if changed else None
 
         try:
-            self.request("set_options", arguments)
+            self.request(Slice.set_options, arguments)
         except NotPicklableError:
             self.supervisor.options = before
             raise
 
     def request(
-        self, name: str, arguments: Arguments, *, limit: LimitName = "step", check: Check = lambda: None
+        self,
+        method: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        limit: LimitName = "step",
+        check: Check = lambda: None,
     ) -> list[Any]:
-        return self.supervisor.request(name, arguments, limit, check)
+        return self.supervisor.request(method, arguments, limit, check)
 
     def start_trace(self, capacity: int) -> None:
         self.supervisor.losses.clear()
         self.supervisor.trace = capacity  # first: replacements get it, too
-        self.request("start_trace", lambda *_: (capacity,), limit="start")
+        self.request(Slice.start_trace, lambda *_: (capacity,), limit="start")
 
     def stop_trace(self, *, hurry: bool) -> list[Trace]:
         self.supervisor.trace = None
         if hurry:
             answers = self.supervisor.collect_traces()
         else:
-            answers = self.request("stop_trace", lambda *_: (), limit="start")
+            answers = self.request(Slice.stop_trace, lambda *_: (), limit="start")
         losses, traces = self.supervisor.losses, list[Trace]()
         for worker, answer in enumerate(answers):
             if isinstance(answer, JaxvecError):
@@ -321,7 +327,7 @@ class ProcessWorkers(WorkerGroup):
             mine = slots[(first <= slots) & (slots < stop)]
             return (mine, {path: column[mine] for path, column in columns.items()}) if len(mine) else None
 
-        check_all(self.request("put_objects", arguments, limit="start"))
+        check_all(self.request(EnvSlice.put_objects, arguments, limit="start"))
 
     def _get_objects(self, slots: NDArray[Any], limit: LimitName) -> None:
         """Fetches the time step leaves that are Python objects, which are not in the segment."""
@@ -330,7 +336,7 @@ class ProcessWorkers(WorkerGroup):
             mine = slots[(first <= slots) & (slots < stop)]
             return (mine, self._objects_in) if len(mine) else None
 
-        answers = check_all(self.request("get_objects", arguments, limit=limit))
+        answers = check_all(self.request(EnvSlice.get_objects, arguments, limit=limit))
         for (first, stop), columns in zip(self._slices, answers, strict=True):
             for path, column in (columns or {}).items():
                 self._arrays[path][slots[(first <= slots) & (slots < stop)]] = column

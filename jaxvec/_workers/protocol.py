@@ -23,7 +23,7 @@ from jaxvec._envs import constructors
 from jaxvec._envs.env_slice import OnSlice
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
-from jaxvec._envs.slice import SlotSettings
+from jaxvec._envs.slice import MethodName, SlotSettings
 from jaxvec._leaves import KeyPath
 from jaxvec._memory.large_buffers import BufferPlace, LargeBuffers
 from jaxvec._memory.segment import Layout
@@ -146,9 +146,9 @@ class Closed:
 
 @dataclass(frozen=True)
 class Request:
-    """Request of the parent to call a function of the slice."""
+    """Request of the parent to call a method of the slice or of an extension, see `Slice.answer`."""
 
-    name: str  # for `Slice.answer`
+    method: MethodName
     args: bytes  # a tuple, pickled apart: an error in unpickling it is a reply, not the end of the worker
 
 

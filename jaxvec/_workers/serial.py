@@ -23,7 +23,7 @@ from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
-from jaxvec._envs.slice import Arguments, EnvSettings
+from jaxvec._envs.slice import Arguments, EnvSettings, MethodName
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._options import LimitName, PoolConfig, reject
@@ -106,6 +106,9 @@ class SerialWorkers(WorkerGroup):
         if self.env_settings is not None:
             # For each new request number, the slice copies the received rows, which it repeats after a fault.
             self._requested[self._rows(slots)] += 1
+        if verb not in (Verb.STEP, Verb.RESET):
+            self._slice.perform(verb, slots)
+            return
         move = self._slice.step if verb is Verb.STEP else self._slice.reset
         while slots.size:
             try:
@@ -125,14 +128,19 @@ class SerialWorkers(WorkerGroup):
         self._slice.set_options(options)
 
     def request(
-        self, name: str, arguments: Arguments, *, limit: LimitName = "step", check: Check = lambda: None
+        self,
+        method: Callable[..., Any],
+        arguments: Arguments,
+        *,
+        limit: LimitName = "step",
+        check: Check = lambda: None,
     ) -> list[Any]:
         mine = arguments(0, self._num_envs)
         if mine is None:
             return [None]
         try:
             with self._typed():
-                return [self._slice.answer(name, *mine)]
+                return [self._slice.answer(MethodName.of(method), *mine)]
         except (EnvError, EnvStateError) as error:
             return [error]
 

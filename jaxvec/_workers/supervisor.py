@@ -27,7 +27,7 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
-from jaxvec._envs.slice import Arguments, EnvSettings
+from jaxvec._envs.slice import Arguments, EnvSettings, MethodName, Slice
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -161,12 +161,15 @@ class Supervisor:
 
     # --- Requests ------------------------------------------------------------------------------------------
 
-    def request(self, name: str, arguments: Arguments, limit: LimitName, check: Check) -> list[Any]:
+    def request(
+        self, method: Callable[..., Any], arguments: Arguments, limit: LimitName, check: Check
+    ) -> list[Any]:
         """Calls a method of each slice; see `WorkerGroup.request`."""
+        name = method.__name__
         # All arguments are pickled before the first message, so an error leaves every worker unchanged. The
         # rest needs no cloudpickle, which takes three times as long.
         requests = {
-            worker: pickle.dumps(protocol.Request(name, _pickle(name, args)))
+            worker: pickle.dumps(protocol.Request(MethodName.of(method), _pickle(name, args)))
             for worker, slots in enumerate(self._recipe.slices)
             if (args := arguments(*slots)) is not None
         }
@@ -190,7 +193,9 @@ class Supervisor:
         for worker in set(workers) - self.starting.keys():
             try:
                 with suppress(TimeoutError):  # it reads nothing, so it will not answer either
-                    self._send(worker, protocol.Request("stop_trace", _pickle("stop_trace", ())), deadline)
+                    self._send(
+                        worker, protocol.Request(MethodName.of(Slice.stop_trace), _pickle("", ())), deadline
+                    )
             except EOFError:  # a remote worker's end of file is received only once, perhaps earlier
                 answers[worker] = self._died_error(worker)
         deadline = max(deadline, time.monotonic() + _BROKEN_REPLY_TIMEOUT / 10)  # sends may have used it up

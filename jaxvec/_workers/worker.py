@@ -200,12 +200,12 @@ def _serve(
             if recorder is not None:
                 recorder.add("wait", start)
             if not isinstance(message, Work):
-                with span(recorder, f"answer {message.name}"):
+                with span(recorder, f"answer {message.method.name}"):
                     channel.send(pickle.dumps(_answer(env_slice, message)))
                 continue
-            if (extended := env_slice.verbs.get(message.verb)) is not None:
+            if message.verb is not Verb.STEP and message.verb is not Verb.RESET:
                 with span(recorder, message.verb.word):
-                    extended(message.slots)
+                    env_slice.perform(message.verb, message.slots)
                 end.post(message.slots)
                 continue
             move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
@@ -266,10 +266,11 @@ def _unpickle(data: bytes, buffers: Sequence[memoryview] = ()) -> Any:
 
 def _answer(env_slice: Slice, request: Request) -> Reply:
     try:
-        with EnvErrorContext(env_slice.first, request.name):
+        name = request.method.name
+        with EnvErrorContext(env_slice.first, name):
             args = _unpickle(request.args)
-        result = env_slice.answer(request.name, *args)
-        with EnvErrorContext(env_slice.first, request.name):
+        result = env_slice.answer(request.method, *args)
+        with EnvErrorContext(env_slice.first, name):
             return Reply(dumps(result))
     except EnvFailure as failure:
         return Reply(failure=failures.report(failure))

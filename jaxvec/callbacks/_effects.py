@@ -19,8 +19,6 @@ from jax.experimental import io_callback
 from jax.extend.core import Jaxpr
 from jax.interpreters import batching
 
-from jaxvec._dispatch.move import Verb
-
 # The effect class is private in JAX, but every jaxpr with a callback contains an instance. JAX registers
 # effects by class, while the batching rules of `cond` and `while_loop` compare instances.
 (_IO,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
@@ -32,11 +30,8 @@ _EFFECT = (
 )
 EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: _EFFECT})()
 
-# Calls that JAX may drop or repeat.
-PURE = (Verb.GET_ATTR, Verb.SIMULATE)
-
-# Their effect, which every transformation allows. Without an effect, JAX would dispatch a program with only
-# such calls from C++, from its second run on, and then raises a plain ValueError for their errors.
+# The effect of pure calls, which every transformation allows. Without an effect, JAX would dispatch a program
+# with only such calls from C++, from its second run on, and then raises a plain ValueError for their errors.
 (PURE_EFFECT,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
 
 _COND = (

@@ -31,7 +31,6 @@ from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks import _call
 from jaxvec.callbacks._call import Call
-from jaxvec.callbacks._effects import PURE
 from jaxvec.callbacks._handle import pool_id_of
 from jaxvec.callbacks._packing import Packing
 
@@ -54,7 +53,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
         "extra": np.frombuffer(call.pickled, np.uint8),
     }
     types = call.results(operands[0].shape[0])
-    has_side_effect = call.verb not in PURE
+    has_side_effect = not call.verb.traits.is_pure
     if platform not in _PACKED:
         bound = jax.ffi.ffi_call(_TARGET, types, has_side_effect=has_side_effect)
         return call.read(bound(*operands, **attributes))

@@ -25,7 +25,7 @@ from jaxvec import _native
 from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks._call import Call, answer
-from jaxvec.callbacks._effects import EFFECT, PURE
+from jaxvec.callbacks._effects import EFFECT
 from jaxvec.callbacks._handle import pool_id_of
 from jaxvec.callbacks._packing import WORD, Packing
 
@@ -106,11 +106,11 @@ _callback_p.multiple_results = True
 @_callback_p.def_effectful_abstract_eval
 def _trace(*pieces: Any, callback: _Callback) -> tuple[list[Any], set[Any]]:
     results = [jax.core.ShapedArray(struct.shape, struct.dtype) for struct in callback.to_program.transfers]
-    return results, set() if callback.call.verb in PURE else {EFFECT}
+    return results, set() if callback.call.verb.traits.is_pure else {EFFECT}
 
 
 def _lower(ctx: Any, *pieces: Any, callback: _Callback) -> Any:
-    pure = callback.call.verb in PURE
+    pure = callback.call.verb.traits.is_pure
     devices = ctx.module_context.axis_context
     if _emit is not None and getattr(devices, "num_devices", 0) in (None, 1):
         types = ctx.avals_in, ctx.avals_out

@@ -25,7 +25,7 @@ from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
 from jaxvec.callbacks import _ffi, _io_callback
 from jaxvec.callbacks._call import Call, answer
-from jaxvec.callbacks._effects import EFFECT, PURE, PURE_EFFECT
+from jaxvec.callbacks._effects import EFFECT, PURE_EFFECT
 from jaxvec.callbacks._handle import pool_id_of
 
 _logger = logging.getLogger("jaxvec")
@@ -45,9 +45,6 @@ def choose_transport(name: str) -> str:
 
 
 _FFI_PLATFORMS = ("cpu", "cuda")  # the native library has handlers for these
-
-# The verbs that return time steps.
-_TIMESTEPS = (Verb.RESET, Verb.STEP, Verb.RECV, Verb.RESTORE, Verb.SIMULATE)
 
 # All operands and results have the env axis first, so batching turns a call into one call for more envs.
 # Derivatives treat the results of envs as constants: `bind` stops the gradients of the operands.
@@ -115,7 +112,7 @@ def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
         return jax.core.ShapedArray(struct.shape, np.dtype(struct.dtype), sharding=sharding, **varying)
 
     results = [result(struct) for struct in call.read(call.results(token.shape[0]))]
-    return results, {PURE_EFFECT if call.verb in PURE else EFFECT}
+    return results, {PURE_EFFECT if call.verb.traits.is_pure else EFFECT}
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -> tuple[list[Any], list[int]]:
@@ -152,9 +149,9 @@ def _drop_unread(used: list[bool], *liveness_and_eqn: Any) -> tuple[list[bool], 
     """
     eqn = liveness_and_eqn[-1]
     call: Call = eqn.params["call"]
-    if call.verb in PURE and not any(used):
+    if call.verb.traits.is_pure and not any(used):
         return [False] * len(eqn.invars), None
-    if all(used) or call.verb not in _TIMESTEPS:
+    if all(used) or not call.verb.traits.returns_timestep:
         return [True] * len(eqn.invars), eqn
     numbers = call.read(range(1 + len(call.spec.timestep_leaves)))
     unread = call.unread | {number for number, is_used in zip(numbers, used, strict=True) if not is_used}

@@ -209,8 +209,8 @@ def test_only_what_is_not_ordinary_of_states_is_asked_for(make, tmp_path):
             "save": 2,
             "answer save": 1,
             "restore": 1,
-            "answer export": 1,
-            "answer receive": 1,
+            "answer export_states": 1,
+            "answer receive_states": 1,
             "answer restore": 1,
         }
 

@@ -37,7 +37,6 @@ class SliceBuilds(SliceExtension):
 
     def __init__(self, env_slice):
         self.first, self.builds = env_slice.first, env_slice.arrays["builds",]
-        self.requests = {"forget_builds": self.forget_builds}
         self.builds[self.first : self.first + len(env_slice.slots.envs)] += 1
 
     def env_built(self, index):
@@ -54,7 +53,7 @@ class PoolBuilds(PoolExtension):
         self.builds = builds
 
     def forget_builds(self, pool, values):
-        pool.env_calls.request_each("forget_builds", pool.all, values)
+        pool.env_calls.request_each(SliceBuilds.forget_builds, pool.all, values)
 
     def forget(self):
         self.builds = None

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import ResetNeededError, StaleStateError
+from jaxvec._extensions.states.slice_states import SliceStates
 from jaxvec._extensions.states.slot_states import LostStates
 from jaxvec._extensions.states.state_files import PackedStates
 from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, index_of
@@ -320,7 +321,7 @@ class PoolStates(PoolExtension):
         rest = self._dispatch(pool, active, Verb.SAVE, slots, numbers)
         self._request(
             pool,
-            "save",
+            SliceStates.save,
             workers[rest],
             lambda mine: (slots[rest[mine]].tolist(), numbers[rest[mine]].tolist(), table.oldest),
         )
@@ -345,7 +346,7 @@ class PoolStates(PoolExtension):
             data = np.array(sources, object)[moved]
             self._request(
                 pool,
-                "receive",
+                SliceStates.receive_states,
                 self._worker_of[slots[moved]],
                 lambda mine: (slots[moved][mine].tolist(), data[mine].tolist()),
             )
@@ -362,7 +363,7 @@ class PoolStates(PoolExtension):
         far = None if pool.workers.maps_segment else rows  # workers on other nodes need copies of the rows
         self._request(
             pool,
-            "restore",
+            SliceStates.restore,
             self._worker_of[slots[rest]],
             lambda mine: (
                 slots[rest[mine]].tolist(),
@@ -395,7 +396,7 @@ class PoolStates(PoolExtension):
             rest = self._dispatch_simulation(pool, active, workers, sources, numbers, actions)
         answers = self._request(
             pool,
-            "simulate",
+            SliceStates.simulate,
             rest,
             lambda mine: (sources[mine].tolist(), numbers[mine].tolist(), [a[mine] for a in actions], oldest),
         )
@@ -426,7 +427,7 @@ class PoolStates(PoolExtension):
         data = np.array(packed.data, object)
         self._request(
             pool,
-            "import",
+            SliceStates.import_states,
             workers,
             lambda mine: (slots[mine].tolist(), numbers[mine].tolist(), data[mine].tolist(), oldest),
         )
@@ -515,7 +516,9 @@ class PoolStates(PoolExtension):
     def _export(self, pool: Pool, numbers: NDArray[np.int64]) -> list[bytes]:
         """Returns the pickles of states, from the workers that keep them."""
         workers = self.table.worker[self.table.places(numbers)]
-        answers = self._request(pool, "export", workers, lambda mine: (numbers[mine].tolist(),))
+        answers = self._request(
+            pool, SliceStates.export_states, workers, lambda mine: (numbers[mine].tolist(),)
+        )
         packed: list[bytes] = [b""] * len(numbers)
         for worker, answer in enumerate(answers):
             for place, data in zip(np.flatnonzero(workers == worker).tolist(), answer or (), strict=True):
@@ -525,11 +528,11 @@ class PoolStates(PoolExtension):
     def _request(
         self,
         pool: Pool,
-        name: str,
+        method: Callable[..., Any],
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
     ) -> list[Any]:
-        """Calls a function of `SliceStates` in the workers with an entry in `workers`, `[n]`.
+        """Calls a method of `SliceStates` in the workers with an entry in `workers`, `[n]`.
 
         `arguments` maps the mask `[n]` of a worker's entries to the arguments of its call.
         """
@@ -540,7 +543,7 @@ class PoolStates(PoolExtension):
 
         if not workers.size:
             return []
-        answers = pool.env_calls.request(name, each)
+        answers = pool.env_calls.request(method, each)
         gone = [number for answer in answers if isinstance(answer, LostStates) for number in answer.numbers]
         if gone:
             raise self.table.lost(np.array(gone))

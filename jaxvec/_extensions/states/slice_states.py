@@ -55,14 +55,6 @@ class SliceStates(SliceExtension):
             stepper_of=self._stepper_of,
             others=lambda: self._slots.named,
         )
-        self.requests = {
-            "save": self.save,
-            "restore": self.restore,
-            "simulate": self.simulate,
-            "export": self.export_states,
-            "import": self.import_states,
-            "receive": self.receive_states,
-        }
         self.verbs = {
             Verb.SAVE: self.try_save,
             Verb.RESTORE: self.try_restore,
