@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from jaxvec import _arguments, _results, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
-from jaxvec._errors import EnvStateError, JaxvecError, StateFileError
-from jaxvec._extensions.states import pool_states, state_files
+from jaxvec._errors import JaxvecError
 from jaxvec._leaves import limit
 from jaxvec._memory.segment import CopyToDevice, copies, placed, views
 from jaxvec._pool.pool import Pool
@@ -347,7 +346,7 @@ class VectorEnv:
                 print(timestep.obs.shape)  # (2, 4)
             ```
         """
-        state_files.write_states(Path(path), self.pack_states(state).tobytes())
+        self._pack_states(state, Path(path))
 
     def load_states(self, path: str | Path) -> EnvState:
         """Reads the states in a file of `save_states`, for envs of this pool.
@@ -369,7 +368,7 @@ class VectorEnv:
                 print(len(state.ids))  # 2
             ```
         """
-        return self._unpack_states(Path(path).read_bytes(), str(path))
+        return self._unpack_states(Path(path))
 
     def pack_states(self, state: EnvState | None = None) -> NDArray[np.uint8]:
         """Returns states as an array of bytes, for checkpoints such as Orbax's; see `save_states`.
@@ -382,9 +381,7 @@ class VectorEnv:
                 print(checkpoint["envs"].dtype)  # uint8
             ```
         """
-        states = self.save() if state is None else state
-        packed = pool_states.pack(self._pool, _results.check_states(states))
-        return np.frombuffer(state_files.pack_states(packed, self.spec.fingerprint), np.uint8)
+        return self._pack_states(state, None)
 
     def unpack_states(self, data: Any) -> EnvState:
         """Returns the states in an array of `pack_states`; see `load_states`.
@@ -399,7 +396,7 @@ class VectorEnv:
                 print(timestep.info["episode_length"])  # [0 0]
             ```
         """
-        return self._unpack_states(_to_bytes(data), "the array")
+        return self._unpack_states(data)
 
     def stats(self) -> Stats:
         """Returns counters and times of each worker, and their totals, unless the pool is closed.
@@ -695,12 +692,13 @@ class VectorEnv:
             "a VectorEnv can't be pickled: it owns processes and memory; call jaxvec.make where it is needed"
         )
 
-    def _unpack_states(self, data: bytes, name: str) -> EnvState:
-        packed = state_files.unpack_states(data, self.spec.fingerprint, name)
-        try:
-            return EnvState(pool_states.unpack(self._pool, packed))
-        except EnvStateError as error:
-            raise StateFileError(f"{name}: {error}") from error
+    def _pack_states(self, state: EnvState | None, path: Path | None) -> NDArray[np.uint8]:
+        states = _results.check_states(self.save() if state is None else state)
+        (data,) = self._pool.perform(Move(Verb.PACK_STATES, self._pool.all), [states, path])
+        return data
+
+    def _unpack_states(self, source: Any) -> EnvState:
+        return EnvState(*self._pool.perform(Move(Verb.UNPACK_STATES, self._pool.all), [source]))
 
     def _call(
         self, name: str, args: Any, kwargs: Any, indices: Any, on_started: Any = None, verb: Verb = Verb.CALL
@@ -711,19 +709,6 @@ class VectorEnv:
         return tuple(
             self._pool.env_calls.call(Move(verb, slots), name, of_envs, kwargs, on_started=on_started)
         )
-
-
-def _to_bytes(data: Any) -> bytes:
-    if isinstance(data, bytes | bytearray | memoryview):
-        return bytes(data)
-    try:
-        with np.errstate(invalid="ignore"):  # the checksum finds wrong values
-            return np.asarray(data).astype(np.uint8).tobytes()
-    except (TypeError, ValueError, OverflowError) as error:
-        raise StateFileError(
-            f"the array: {type(data).__name__} can't be converted to bytes: {error}; pass an array of "
-            "pack_states"
-        ) from error
 
 
 def pool_of(envs: VectorEnv) -> Pool:

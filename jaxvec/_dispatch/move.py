@@ -88,6 +88,8 @@ class Verb(IntEnum):
             without=_NO_STATES,
         ),
     )
+    PACK_STATES = 9, Traits(without=_NO_STATES)
+    UNPACK_STATES = 10, Traits(without=_NO_STATES)
 
     @property
     def word(self) -> str:

@@ -110,6 +110,7 @@ class Slice(ABC):
     """The envs of neighbouring slots, which fill the rows of these slots in the segment."""
 
     first: int  # the first slot
+    in_program: bool = False  # whether the envs are in the program's process, whose forks lack its threads
     extensions: Sequence[SliceExtension] = ()
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of the extensions
     recorder: SpanRecorder | None = None  # `None` while no trace is recorded

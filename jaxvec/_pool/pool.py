@@ -157,7 +157,7 @@ class Pool:
             )
             return Stats(workers, sum(workers, WorkerStats()), **more)
 
-    def perform(self, move: Move, operands: Rows, deliver: Deliver = copies) -> list[Any]:
+    def perform(self, move: Move, operands: Sequence[Any], deliver: Deliver = copies) -> list[Any]:
         """Performs an operation of an extension, see `PoolExtension.verbs`, and returns its results."""
         if (operation := self._operations.get(move.verb)) is not None:
             return operation(self, move, operands, deliver)

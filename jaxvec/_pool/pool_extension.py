@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from jaxvec._dispatch.move import Move, Verb
-from jaxvec._memory.segment import Deliver, Rows
+from jaxvec._memory.segment import Deliver
 
 # Takes the extension, the pool, a move, the operands, and how time steps are delivered; returns the results.
-Operation: TypeAlias = Callable[[Any, Any, Move, Rows, Deliver], list[Any]]
+Operation: TypeAlias = Callable[[Any, Any, Move, Sequence[Any], Deliver], list[Any]]
 
 
 class PoolExtension:

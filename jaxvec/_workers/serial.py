@@ -93,6 +93,7 @@ class SerialWorkers(WorkerGroup):
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns, self._recipe.on_slice)
         with self._typed(), EnvErrorContext(0, "constructor"):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
+        self._slice.in_program = True
         if self._recipe.shares_values:
             self._slice.share_values()
         self._close_slice = self._slice.close

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Move, Verb
-from jaxvec._errors import ResetNeededError, StaleStateError
+from jaxvec._errors import EnvStateError, ResetNeededError, StaleStateError, StateFileError
+from jaxvec._extensions.states import state_files
 from jaxvec._extensions.states.slice_states import SliceStates
 from jaxvec._extensions.states.slot_states import LostStates
 from jaxvec._extensions.states.state_files import PackedStates
@@ -82,29 +83,35 @@ def _simulate(mine: PoolStates, pool: Pool, move: Move, operands: Rows, deliver:
         return [ids, *rows]
 
 
-def pack(pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
-    """Returns states in a form that other pools can restore."""
-    mine = _of(pool)
+def _pack(
+    mine: PoolStates, pool: Pool, move: Move, operands: Sequence[Any], deliver: Deliver
+) -> list[NDArray[np.uint8]]:
+    """Returns states `[n, 3]` as bytes, `[size]`; with a path as second operand, it also writes a file."""
+    states, path = operands
+    data = state_files.pack_states(_packed(mine, pool, states), pool.spec.fingerprint)
+    if path is not None:
+        state_files.write_states(path, data)
+    return [np.frombuffer(data, np.uint8)]
+
+
+def _unpack(
+    mine: PoolStates, pool: Pool, move: Move, operands: Sequence[Any], deliver: Deliver
+) -> list[NDArray[np.uint32]]:
+    """Keeps the states in a file, or in an array of bytes, and returns their names `[n, 3]`."""
+    name, data = state_files.read_states(operands[0])
+    packed = state_files.unpack_states(data, pool.spec.fingerprint, name)
+    with pool.engine.exclusive():
+        pool.state.check()
+        try:
+            return [mine.unpack(pool, packed)]
+        except EnvStateError as error:
+            raise StateFileError(f"{name}: {error}") from error
+
+
+def _packed(mine: PoolStates, pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
     with pool.engine.exclusive():
         pool.state.check()
         return mine.pack(pool, states)
-
-
-def unpack(pool: Pool, packed: PackedStates) -> NDArray[np.uint32]:
-    """Keeps states of another pool, and returns their names `[n, 3]`."""
-    mine = _of(pool, len(packed.data))
-    with pool.engine.exclusive():
-        pool.state.check()
-        return mine.unpack(pool, packed)
-
-
-def _of(pool: Pool, count: int = 1) -> PoolStates:
-    """Returns the states of a pool, which needs to keep `count` more."""
-    mine = pool.extension(PoolStates)
-    if mine is None:
-        pool.state.check()
-        raise _too_many(count, 0, pool.id)
-    return mine
 
 
 def _collect(pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
@@ -126,7 +133,9 @@ def _collect(pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
                 f"states of pool {pool_id} do not fit pool {pool.id}, which has other spaces or options; "
                 "restore states of a pool with the same specification"
             )
-        packed = pack(other, states[places])
+        states_there = other.extension(PoolStates)
+        assert states_there is not None  # which has named these states
+        packed = _packed(states_there, other, states[places])
         for place, one in zip(places.tolist(), packed.data, strict=True):
             data[place] = one
         for row, part in zip(rows, packed.rows, strict=True):
@@ -284,6 +293,8 @@ class PoolStates(PoolExtension):
         Verb.SAVE: _save,
         Verb.RESTORE: _restore,
         Verb.SIMULATE: _simulate,
+        Verb.PACK_STATES: _pack,
+        Verb.UNPACK_STATES: _unpack,
     }
 
     def __init__(self, pool: Pool, arrays: Arrays, capacity: int) -> None:

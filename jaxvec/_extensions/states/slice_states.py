@@ -42,8 +42,6 @@ class SliceStates(SliceExtension):
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
         mine = slice(self._first, self._first + len(self._slots.envs))
         self._numbers, self._oldest = self._arrays["state",][mine], self._arrays["oldest_state",]
-        # The serial backend runs in the program, and a fork of that would lack its threads.
-        self._forks = env_slice.config.backend != "serial" and hasattr(os, "fork")
         self._unproved = set(range(len(self._slots.envs)))  # envs without a proof of exact restores
         # Envs without a proof that pickled copies of their states are exact, too.
         self._unproved_copies = set(range(len(self._slots.envs)))
@@ -275,7 +273,7 @@ class SliceStates(SliceExtension):
         infos[index] = deepcopy(infos[index])  # the env may reuse the dict that it returned
         proof = partial(prove, stateful, fresh=fresh, copied=copied)
         with self._slots.unlent(index):
-            if not self._forks:
+            if self._slice.in_program or not hasattr(os, "fork"):
                 proof()
                 return
             try:

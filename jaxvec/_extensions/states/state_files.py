@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,27 @@ def unpack_states(data: bytes, fingerprint: int, name: str) -> PackedStates:
         raise StateFileError(
             f"{name}: the states can't be unpickled in this process: {type(error).__name__}: {error}; the "
             "classes of their objects have to be importable here"
+        ) from error
+
+
+def read_states(source: Any) -> tuple[str, bytes]:
+    """Returns the content of a file or array, with its name for errors.
+
+    Raises:
+        StateFileError: The array can't be one of `pack_states`.
+    """
+    if isinstance(source, Path):
+        return str(source), source.read_bytes()
+    name = "the array"
+    if isinstance(source, bytes | bytearray | memoryview):
+        return name, bytes(source)
+    try:
+        with np.errstate(invalid="ignore"):  # the checksum finds wrong values
+            return name, np.asarray(source).astype(np.uint8).tobytes()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StateFileError(
+            f"{name}: {type(source).__name__} can't be converted to bytes: {error}; pass an array of "
+            "pack_states"
         ) from error
 
 
