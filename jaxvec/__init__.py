@@ -17,7 +17,7 @@ with _util.required_imports():
     from jaxvec._stats import Stats
 
 # What the core does not import itself.
-_extension.extensions += _extensions.make_states, _extensions.make_spare_envs
+_extension.extensions += _extensions.make_states, _extensions.make_spare_envs, _extensions.make_recycling
 _extension.interpreters.append(_backends.make_other_python)
 _extension.backends["ray"] = _backends.make_ray
 

@@ -27,9 +27,11 @@ class Extension(ABC):
 
     Attributes:
         spares: Number of envs without a slot that each worker builds, and closes, for the extension.
+        retires_workers: Whether it has `SliceExtension.find_retirement`, by which episodes may be cut.
     """
 
     spares: int = 0
+    retires_workers: bool = False
 
     def arrays(self, spec: PoolSpec) -> Iterable[ArrayType]:
         """Returns arrays that it needs in the segment, whose memory is taken when it is touched."""

@@ -401,11 +401,6 @@ class PoolConfig:
                 "states and spare_envs cannot be combined: with spare envs, the next episode depends on the "
                 "other envs, so it cannot be restored from one env's state. Remove one of them"
             )
-        if self.workers.recycle is not None and self.spare_envs:
-            raise ValueError(
-                "Workers(recycle=...) and spare_envs cannot be combined: a new process can restore envs, but "
-                "not the resets of spare envs. Remove one of them"
-            )
         if self.envs_per_instance is not None:
             rejected: dict[str, Any] = {"on_fault": restart, "check": self.strict}
             rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
@@ -426,11 +421,6 @@ class PoolConfig:
     def restart(self) -> Restart | None:
         """Policy for faults; `None` if a fault breaks the pool."""
         return parse_restart(self.on_fault)
-
-    @property
-    def has_fault(self) -> bool:
-        """True if rows have a flag for episodes that are cut by a fault, or to recycle a worker."""
-        return self.restart is not None or self.workers.recycle is not None
 
     @property
     def strict(self) -> bool:

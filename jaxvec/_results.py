@@ -42,9 +42,9 @@ class TimeStep(NamedTuple, Generic[Array]):
             the running one. Same-step autoreset adds `final_obs`, zero except where an episode ended, and its
             mask `_final_obs`. Each declared key has a mask. With same-step autoreset, `final_info` has the
             same keys and masks, for the steps that ended an episode. `fault` (bool, with
-            `on_fault="restart"`) marks steps cut short by a fault. `idle` (bool, with
-            `autoreset_mode="EPISODIC"`) marks idle envs. `reset_options`, if declared, has the options that
-            started the episode of `obs`, with a mask.
+            `on_fault="restart"` or `Workers(recycle=...)`) marks steps cut short by a fault or a new worker.
+            `idle` (bool, with `autoreset_mode="EPISODIC"`) marks idle envs. `reset_options`, if declared, has
+            the options that started the episode of `obs`, with a mask.
 
     Example:
         ```python

@@ -89,6 +89,7 @@ def start(
     declared = declarations(config.info)
     learnt = [key for key, declaration in declared.items() if declaration is None]
     extensions = [extension for make in _extension.extensions if (extension := make(config)) is not None]
+    has_fault = config.restart is not None or any(extension.retires_workers for extension in extensions)
     recipe = WorkerRecipe(
         env_fns,
         slices,
@@ -97,6 +98,7 @@ def start(
         [extension.on_slice for extension in extensions],
         spares=sum(extension.spares for extension in extensions),
         equal_spaces=equal_spaces,
+        has_fault=has_fault,
         shares_values=shares_values,
     )
     workers = backend.start(recipe, learn_info=bool(learnt))
@@ -109,7 +111,7 @@ def start(
             batch_size=_batch_size(config, num_envs, autoreset),
             autoreset=autoreset,
             final_obs=config.final_obs,
-            fault=config.has_fault,
+            fault=has_fault,
             declared=declared | _learn(learnt, description),
             policy=policy,
             objects=objects,

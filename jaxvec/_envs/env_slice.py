@@ -164,6 +164,7 @@ class EnvSlice(Slice):
         self.verbs = merge(extension.verbs for extension in self.extensions)
         for extension in self.extensions:
             self.slots.autoreset_by = extension.autoreset or self.slots.autoreset_by
+            self.find_retirement = extension.find_retirement or self.find_retirement
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))
         elif self._delivered is not None:

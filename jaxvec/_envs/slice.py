@@ -13,7 +13,7 @@ from jaxvec._arguments import Options
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvFailure
-from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._envs.slice_extension import Retirement, SliceExtension
 from jaxvec._leaves import KeyPath
 from jaxvec._tracing import SpanRecorder, Trace
 
@@ -113,6 +113,7 @@ class Slice(ABC):
     in_program: bool = False  # whether the envs are in the program's process, whose forks lack its threads
     extensions: Sequence[SliceExtension] = ()
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of the extensions
+    find_retirement: Callable[[], Retirement | None] | None = None  # of an extension
     recorder: SpanRecorder | None = None  # `None` while no trace is recorded
     _trace: Trace | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests

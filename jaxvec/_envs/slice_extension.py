@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Verb
+
+
+@dataclass(frozen=True)
+class Retirement:
+    """Request of an extension to replace the worker's process by a new one."""
+
+    reason: str  # for the log, as a clause: "it has reached steps=100"
+    warning: str = ""  # for the log, once per worker
 
 
 class SliceExtension:
@@ -22,10 +31,14 @@ class SliceExtension:
             program requests again.
         autoreset: Resets the env at an index when its episode has ended, and returns the result. It may
             replace the env before.
+        find_retirement: Called by a worker process between requests; returns a `Retirement` if a new process
+            should replace this one. Then running episodes are cut, as after a fault. It needs
+            `Extension.retires_workers`.
     """
 
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}
     autoreset: Callable[[int], Any] | None = None
+    find_retirement: Callable[[], Retirement | None] | None = None
 
     def env_built(self, index: int) -> None:
         """Notes that the env at `index` was built, now or before the slice; it was never reset."""

@@ -20,3 +20,11 @@ def make_spare_envs(config: PoolConfig) -> Extension | None:
     from jaxvec._extensions.spare_envs import SpareEnvs
 
     return SpareEnvs(config.spare_envs)
+
+
+def make_recycling(config: PoolConfig) -> Extension | None:
+    if config.workers.recycle is None:
+        return None
+    from jaxvec._extensions.recycling import Recycling
+
+    return Recycling(config.workers.recycle)

@@ -4,7 +4,8 @@
     the worker answers  Ready   Reply    Reply     Closed
 
 Between these, a worker sends a failure as a `Report` (`_envs/failures.py`), which `Recover` answers. One that
-is to be replaced sends `Retire`. When the pool has sent that back, it closes its envs and sends `Retired`.
+should be replaced sends a `Retirement`, and steps no env any more. When it owes no reply, it gets `Retire`.
+Then it closes its envs and sends `Retired`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class WorkerRecipe:
     on_slice: Sequence[OnSlice]  # of the extensions
     spares: int  # number of envs without a slot that each worker builds for them
     equal_spaces: bool  # whether bounds of observations and rewards must be equal
+    has_fault: bool = False  # whether episodes may be cut, by faults or for extensions
     shares_values: bool = False  # whether envs in this process get the objects of the caller, not copies
 
     def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
@@ -123,13 +125,7 @@ class Recover:
 
 @dataclass(frozen=True)
 class Retire:
-    """Report of the worker that its process should be replaced, and the pool's answer when it has no request.
-
-    Until the answer, the worker answers requests, but steps no env.
-    """
-
-    reason: str
-    warning: str = ""  # for the log, once per worker
+    """Request of the parent to close the envs, after a `Retirement`."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
 from jaxvec._envs.slice import Arguments, EnvSettings, MethodName, Slice
+from jaxvec._envs.slice_extension import Retirement
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -94,13 +95,13 @@ class Supervisor:
         self.starting: dict[int, float | None] = {}
         # For replacements: options of resets, settings of the envs, and capacity of the span recorder.
         self.options: Options = None
-        self.env_settings = EnvSettings(dumps) if recipe.config.has_fault else None
+        self.env_settings = EnvSettings(dumps) if recipe.has_fault else None
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
         self.incarnations = [0] * len(recipe.slices)
         # Reports of workers that are to be replaced, until they have closed their envs; and the workers whose
         # warnings are in the log. Guarded by `polling`.
-        self._retiring: dict[int, protocol.Retire] = {}
+        self._retiring: dict[int, Retirement] = {}
         self._warned: set[int] = set()
         self.last_errors: list[JaxvecError | None] = [None] * len(recipe.slices)
         # Wakes a serving worker that sleeps on a futex, and so would not notice a message on its socket.
@@ -353,7 +354,7 @@ class Supervisor:
                 message = self.channels[worker].receive(deadline)
                 if isinstance(message, protocol.Built):
                     self._note_built(worker, message)
-                elif isinstance(message, protocol.Retire):
+                elif isinstance(message, Retirement):
                     self._retiring[worker] = message
                 elif isinstance(message, protocol.Retired):
                     self._replace_retired(worker)
@@ -442,17 +443,18 @@ class Supervisor:
         """Lets workers that are to be replaced close their envs, once no request to them is pending."""
         for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
             with suppress(EOFError):  # the next poll replaces it
-                self._send(worker, self._retiring[worker], deadline)
+                self._send(worker, protocol.Retire(), deadline)
             self._extend_start(worker)  # from now on, requests wait for the new process
 
     def _replace_retired(self, worker: int) -> None:
         """Replaces a worker that has closed its envs by a new process, which is no fault."""
-        message, name = self._retiring[worker], self.diagnosis.name(worker)
+        retirement = self._retiring[worker]
+        name = self.diagnosis.name(worker)
         losses = take_losses(self.env_settings, range(*self._recipe.slices[worker]))
-        _logger.info("%s is recycled, as %s%s", name, message.reason, losses)
-        if message.warning and worker not in self._warned:
+        _logger.info("%s is recycled, as %s%s", name, retirement.reason, losses)
+        if retirement.warning and worker not in self._warned:
             self._warned.add(worker)
-            _logger.warning("%s %s", name, message.warning)
+            _logger.warning("%s %s", name, retirement.warning)
         self._relaunch(worker, None, "the worker was recycled")
 
     def _relaunch(self, worker: int, error: JaxvecError | None, loss: str) -> None:

@@ -29,17 +29,16 @@ from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, build_spares, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import Slice, SlotSettings
+from jaxvec._envs.slice_extension import Retirement
 from jaxvec._memory.large_buffers import map_buffers
 from jaxvec._memory.segment import Marks, attach_segment
-from jaxvec._options import Workers
 from jaxvec._stats import PID, RECYCLED, REPLACED, WAIT_NS
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
 from jaxvec._workers import stacks
 from jaxvec._workers.base import worker_end
 from jaxvec._workers.output import tag_lines
-from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Retire, Retired, Setup
-from jaxvec._workers.recycling import Usage
+from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Retired, Setup
 
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
@@ -132,7 +131,7 @@ def run_worker(channel: Channel) -> None:
                         ready = Ready(dumps(setup.interpreter.to_plain(description)))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, on_slice, spares)
-                    retires = _serve(channel, make_slice, config.workers, running)
+                    retires = _serve(channel, make_slice, running)
             finally:
                 with _reporting(channel):
                     close_envs([*envs, *spares], setup.first, size, report_closed)
@@ -140,9 +139,7 @@ def run_worker(channel: Channel) -> None:
                     channel.send(Retired())
 
 
-def _serve(
-    channel: Channel, make_slice: Callable[..., Slice], config: Workers, slots_running: list[NDArray[Any]]
-) -> bool:
+def _serve(channel: Channel, make_slice: Callable[..., Slice], slots_running: list[NDArray[Any]]) -> bool:
     """Performs work and answers requests until end of file, with a replaced worker's settings if any.
 
     Returns True if the process is to be replaced when its envs are closed.
@@ -183,15 +180,15 @@ def _serve(
         if replaces is not None:
             stats[REPLACED] += 1
         channel.send(Reply(dumps(None)))
-        usage = None if config.recycle is None else Usage(config.recycle, stats)
+        find_retirement = env_slice.find_retirement
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
         while True:
             while env_slice.can_prepare and end.idle():
                 env_slice.prepare()
             start = monotonic_ns()
-            if usage and (report := usage.exceeded(start)):
-                _report(channel, end, env_slice, report)  # after the answer, no request is pending
+            if find_retirement is not None and (retirement := find_retirement()) is not None:
+                _report(channel, end, env_slice, retirement)  # after the answer, no request is pending
                 stats[RECYCLED] += 1
                 return True
             message = end.receive()
@@ -220,7 +217,7 @@ def _serve(
                 _recover(channel, end, env_slice, failure)
 
 
-def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Report | Retire) -> Any:
+def _report(channel: Channel, end: WorkerDispatch, env_slice: Slice, report: Report | Retirement) -> Any:
     channel.send(report)
     end.notify_parent()
     # Requests may have been sent before the parent read the report.

@@ -299,6 +299,20 @@ def test_faults_beside_recycling_are_recovered():
         assert (total.faults, total.steps + total.faults) == (faults, NUM_STEPS * NUM_ENVS)
 
 
+def test_spare_envs_are_built_anew():
+    options = {"spare_envs": 1, "episode_length": LENGTH}
+    with make(CountingEnv, Recycle(steps=LIMIT), **options) as envs:
+        _, timesteps = play(envs)
+        assert min(recycled(envs)) >= 4
+    length = np.zeros(NUM_ENVS, int)
+    for timestep in timesteps:
+        length = np.where(timestep.info["fault"], length, length + 1)
+        assert timestep.info["episode_length"].tolist() == length.tolist()
+        assert (timestep.terminated == (~timestep.info["fault"] & (length == LENGTH))).all()
+        length = np.where(timestep.done, 0, length)
+        assert timestep.obs[:, 2].tolist() == length.tolist()
+
+
 # --- Limits ---------------------------------------------------------------------------------------------
 
 
@@ -423,7 +437,6 @@ def test_a_close_that_fails_before_a_recycling_is_logged(caplog):
     ("options", "text"),
     [
         ({"backend": "serial"}, "needs worker processes"),
-        ({"spare_envs": 1}, "spare_envs cannot be combined"),
         ({"envs_per_instance": 2}, "does not go with a batched env"),
     ],
 )

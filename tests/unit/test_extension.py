@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxvec import _envs, _extension
-from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._envs.slice_extension import Retirement, SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._leaves import as_is
 from jaxvec._options import PoolConfig, Restart
@@ -78,6 +78,39 @@ def test_both_halves_of_an_extension_share_an_array_and_a_request(backend, monke
         mine.forget_builds(pool_of(envs), [5, 6, 7])
         assert mine.builds.tolist() == [5, 6, 7]
     assert mine.builds is None
+
+
+class OneStep(Extension):
+    """Has each worker replaced after a step."""
+
+    retires_workers = True
+
+    def on_slice(self, env_slice):
+        half = SliceExtension()
+        half.find_retirement = lambda: (
+            Retirement("it has stepped", "steps") if env_slice.episodes.lengths[0] else None
+        )
+        return half
+
+    def on_pool(self, pool, arrays):
+        return PoolExtension()
+
+
+def test_an_extension_may_have_a_worker_replaced(monkeypatch, caplog):
+    monkeypatch.setattr(_extension, "extensions", [lambda config: OneStep()])
+    with (
+        caplog.at_level("INFO", "jaxvec"),
+        start(CountingEnv, 1, PoolConfig(), env_kwargs={}, policy=as_is) as envs,
+    ):
+        envs.reset(seed=0)
+        timesteps = [envs.step([7]) for _ in range(4)]
+        assert [timestep.info["fault"].item() for timestep in timesteps] == [False, True] * 2
+        assert [timestep.obs[0, 2] for timestep in timesteps] == [1, 0] * 2
+        assert envs.stats().total.recycled == 2
+    assert caplog.messages == [
+        *["worker 0 (env 0) is recycled, as it has stepped", "worker 0 (env 0) steps"],
+        "worker 0 (env 0) is recycled, as it has stepped",
+    ]
 
 
 def test_the_core_names_no_extension_and_no_other_backend():

@@ -32,11 +32,12 @@ from jaxvec._backends.remote.wire_format import Payload, WireFormat
 from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import verbs_of
 from jaxvec._envs.failures import Report
+from jaxvec._envs.slice_extension import Retirement
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
 from jaxvec._options import PoolConfig
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Process, Slices, worker_end
-from jaxvec._workers.protocol import Attach, Reply, Retire
+from jaxvec._workers.protocol import Attach, Reply
 
 # --- Remote workers --------------------------------------------------------------------------------------
 # They have no sockets in this process. All workers of a pool share one pipe, so that their number is not
@@ -502,7 +503,7 @@ class HostLink:
         elif isinstance(message, Reply) and message.failure is not None:
             message = replace(message, failure=self._name_node(message.failure))
         remote.deliver(message)
-        if isinstance(message, Report | Retire) and self._shipper is not None:
+        if isinstance(message, Report | Retirement) and self._shipper is not None:
             self._shipper.notify_parent()
 
     def _name_node(self, report: Report) -> Report:
