@@ -7,11 +7,12 @@ import inspect
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,7 @@ def faults(rollouts):
 
 def kill(rollouts, actor):
     """Kills the process of an actor."""
-    ray.kill(rollouts._actors.places[actor].actor, no_restart=False)
+    ray.kill(rollouts._actors.states[actor].handle, no_restart=False)
 
 
 def get(rollouts):
@@ -458,6 +459,14 @@ def test_an_env_that_crashes_ends_its_actor_or_its_worker(make_rollouts, cluster
     node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
     with pytest.raises(error) as caught:
         get(make_rollouts(env=Crashing, **options))
+    first, *others = str(caught.value).splitlines()
+    if error is jaxvec.ActorDiedError:
+        assert re.fullmatch(
+            r"actor 0 on node \S+ \(\w+\), with envs 0 to 1, was lost in rollout 0: its process or its node "
+            r"ended; on_fault=.*, and workers=jaxvec.Workers\(\) .*",
+            first,
+        )
+        assert "The actor" in "".join(others)  # Ray's own text
     assert isinstance(caught.value.__cause__, jaxvec.WorkerDiedError) == (error is jaxvec.RolloutError)
     assert (caught.value.actor, caught.value.node.startswith("node ")) == (0, True)
     cluster.remove_node(node)
@@ -479,6 +488,37 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
     with pytest.raises(jaxvec.ActorDiedError, match=r"Actor 0 was not restarted: .* max_restarts is 1"):
         while True:
             get(rollouts)
+
+
+BESIDE = """
+import os, sys
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "library"))
+import beside, jax.numpy as jnp, jaxvec, ray
+
+def rollout(params, handle, timestep, key):
+    handle, timestep = jaxvec.step(handle, jnp.zeros(handle.num_envs, int))
+    return handle, timestep, timestep.obs
+
+if __name__ == "__main__":
+    ray.init(address={address!r}, log_to_driver=False)
+    with jaxvec.Rollouts(rollout, beside.Env, 1, num_actors=1, params=0, {options}) as rollouts:
+        print(rollouts.get().trajectory.tolist())
+"""
+
+
+@pytest.mark.parametrize("options", ["", "workers=jaxvec.Workers()"], ids=["actor", "workers"])
+def test_modules_beside_the_program_are_found_in_actors(cluster, tmp_path, options):
+    script = tmp_path / "program" / "script.py"
+    (script.parent / "library").mkdir(parents=True)
+    script.write_text(BESIDE.format(address=cluster.address, options=options))
+    (script.parent / "beside.py").write_text("import on_path\nclass Env(on_path.Env): ...")
+    (script.parent / "library" / "on_path.py").write_text(
+        "from jaxvec import testing\nclass Env(testing.CountingEnv): ..."
+    )
+    run = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.stdout == "[[1, 1, 1, 0]]\n", run.stderr
 
 
 def test_actors_keep_their_compiled_rollouts(make_rollouts, tmp_path):
@@ -624,6 +664,119 @@ def test_actors_use_nodes_that_join_and_leave_those_lost(make_rollouts, cluster)
         cluster.remove_node(node)
 
 
+class Traced(CountingEnv):
+    """Tells its process and seed in each observation, and takes 0.05 s per step."""
+
+    def reset(self, *, seed=None, options=None):
+        self.seed = self.seed if seed is None else seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        time.sleep(0.05)
+        _, *others = super().step(action)
+        return np.array([os.getpid(), self.seed, self.steps, 0], np.int32), *others
+
+
+def get_while_another_waits(rollouts, actor):
+    """Returns the next rollout, once `actor` has finished one, so that `get` need not wait for any."""
+
+    def is_finished():  # the last one before an error was the last one at all
+        finished = rollouts.stats().actors[actor].rollouts
+        return finished > rollouts._progress[actor][0] or rollouts._actors._error is not None
+
+    wait_until(is_finished)
+    return get(rollouts)
+
+
+def process_of(rollouts, actor):
+    """Returns the id of the process of an actor whose env is `Traced`."""
+    while (done := get(rollouts)).actor != actor:
+        pass
+    return int(done.trajectory["obs"][0, 0])
+
+
+@contextmanager
+def stopped(process):
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+
+
+STOPPED = {"env": Traced, "num_envs": 1, "num_actors": (2, 2), "timeouts": UNLIMITED, "rollout_timeout": 5}
+
+
+def test_stopped_actor_times_out_while_another_delivers(make_rollouts):
+    rollouts = make_rollouts(**STOPPED)
+    with stopped(process_of(rollouts, 0)):
+        # In 5 s, the other actor finishes at most 100 rollouts.
+        with pytest.raises(
+            jaxvec.ActorDiedError,
+            match=r"actor 0 on node .* did not finish rollout \d+ within rollout_timeout, 5 s",
+        ):
+            for _ in range(300):
+                get_while_another_waits(rollouts, 1)
+
+
+def test_stopped_actor_is_replaced_while_another_delivers(make_rollouts):
+    rollouts = make_rollouts(**STOPPED, on_fault=ONE, save_states=True)
+    process = process_of(rollouts, 0)
+    with stopped(process):
+        before = rollouts._progress[0][0]
+        indices = []
+        for _ in range(600):
+            if faults(rollouts) != [0, 0]:
+                break
+            done = get_while_another_waits(rollouts, 1)
+            indices += [done.index] if done.actor == 0 else []
+        assert faults(rollouts) == [1, 0]
+    while (done := get(rollouts)).actor == 1 or done.trajectory["obs"][0, 0] == process:
+        indices += [done.index] if done.actor == 0 else []
+    assert [*indices, done.index] == [*range(before, done.index + 1)]
+    assert done.trajectory["obs"][0].tolist()[1:] == [0, done.index + 1, 0]
+
+
+class Stuck(Traced):
+    """Waits in its constructor while a file exists."""
+
+    def __init__(self, path):
+        super().__init__()
+        wait_until(lambda: not path.exists())
+
+
+def test_restarted_actor_times_out_while_another_delivers(make_rollouts, tmp_path):
+    options = STOPPED | {"env": partial(Stuck, tmp_path / "stuck"), "rollout_timeout": None}
+    rollouts = make_rollouts(**options, on_fault=ONE)
+    process_of(rollouts, 0)
+    rollouts._actors.start_timeout = 2.0
+    (tmp_path / "stuck").touch()
+    kill(rollouts, 0)
+    try:
+        with pytest.raises(
+            jaxvec.ActorDiedError, match=r"actor 0 .* was not ready within Timeouts.start, 2.0 s"
+        ):
+            for _ in range(600):
+                get_while_another_waits(rollouts, 1)
+    finally:
+        (tmp_path / "stuck").unlink()
+
+
+def test_the_log_reports_a_late_rollout_while_another_delivers(make_rollouts, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(jaxvec._backends.ray.rollouts, "_LATE_SECONDS", 1.0)
+    rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1, num_actors=(2, 2))
+    for _ in range(2000):
+        if "actor 0 on node" in caplog.text:
+            break
+        (tmp_path / "gate 1").touch()
+        assert get_while_another_waits(rollouts, 1).actor == 1
+    assert re.search(r"actor 0 on node .* has not finished rollout 0 after", caplog.text)
+    (tmp_path / "gate 0").touch()
+    while get(rollouts).actor == 1:
+        (tmp_path / "gate 1").touch()
+
+
 def test_the_log_reports_a_rollout_that_is_late(make_rollouts, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(jaxvec._backends.ray.rollouts, "_LATE_SECONDS", 0.1)
     rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1)
@@ -640,28 +793,20 @@ def test_the_log_reports_a_rollout_that_is_late(make_rollouts, tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("least", [1, 2])
-def test_an_actor_of_a_lost_node_waits_for_another(make_rollouts, cluster, monkeypatch, caplog, least):
+def test_an_actor_of_a_lost_node_waits_for_another(make_rollouts, cluster, caplog, least):
     add = partial(cluster.add_node, num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
     spots = [add(), add()]
     rollouts = make_rollouts(num_actors=(least, 2), on_fault=ONE, actor_options={"resources": {"spot": 1}})
     while {get(rollouts).actor for _ in range(6)} != {0, 1}:
         pass
-    waits, report_wait = [], rollouts._actors._report_wait
-
-    def wait_for(place):
-        waits.append(place)
-        report_wait(place)
-
-    monkeypatch.setattr(rollouts._actors, "_report_wait", wait_for)
     rollouts._actors.start_timeout = 1.0
     cluster.remove_node(spots.pop(), allow_graceful=False)
-    while len(waits) < 4:
+    while "the cluster has had no free resources for actor" not in caplog.text:
         get(rollouts)
-    assert "the cluster has had no free resources for actor" in caplog.text
     assert sum(faults(rollouts)) <= 1  # the loss itself; the wait costs nothing
     rollouts._actors.start_timeout = 200.0
     spots.append(add())
-    lost = waits[0].number
+    lost = [actor.version for actor in rollouts.stats().actors].index(-1)
     while get(rollouts).actor != lost or rollouts.stats().actors[lost].version == -1:
         pass
     rollouts.close()
@@ -699,6 +844,17 @@ def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, clu
         ray.init(address=cluster.address, log_to_driver=False)
     with pytest.raises(jaxvec.PoolBrokenError, match="failed before"):
         rollouts.get()
+
+
+def test_ray_shutdown_is_noticed_though_rollouts_are_left(make_rollouts, cluster):
+    rollouts = make_rollouts(in_flight=3)
+    wait_until(lambda: rollouts.stats().actors[0].rollouts == 3)
+    try:
+        ray.shutdown()
+        with pytest.raises(jaxvec.ActorDiedError, match=r"actor 0 on node .* was lost: Ray was shut down"):
+            rollouts.get()
+    finally:
+        ray.init(address=cluster.address, log_to_driver=False)
 
 
 def _shut_down(folder):

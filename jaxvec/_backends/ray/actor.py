@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import pickle
 import shutil
+import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,23 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec import __version__
 from jaxvec._arguments import derive_seeds
-from jaxvec._backends.remote.wire import versions
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.callbacks._functions import reset, restore, save
 from jaxvec.callbacks._make import make
 
 Leaves: TypeAlias = list[NDArray[Any]]
-
-# The options of JAX that affect the numbers that a program computes.
-JAX_OPTIONS = (
-    "jax_enable_x64",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-)
 
 
 class RolloutProgram(NamedTuple):
@@ -81,13 +73,16 @@ class RemoteError(NamedTuple):
 class RolloutActor:
     """The class of the Ray actors. Its calls run one at a time, in order."""
 
-    _program: RolloutProgram | None = None
-    _envs: VectorEnv | None = None
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        """Sets options of JAX, before anything that is unpickled may compute with it."""
-        for name, value in options.items():
+    def __init__(self, jax_options: Mapping[str, Any], learner_path: Sequence[str]) -> None:
+        """Prepares the process, before anything that is unpickled may import a module or use JAX."""
+        # Where both have the same folders, modules are found in the learner's order. What only this process
+        # has comes first, such as the working directory of a runtime environment.
+        own_path = [entry for entry in sys.path if entry not in learner_path]
+        sys.path[:] = [*own_path, *learner_path]
+        for name, value in jax_options.items():
             jax.config.update(name, value)
+        self._program: RolloutProgram | None = None
+        self._envs: VectorEnv | None = None
 
     def identify(self) -> str:
         ray: Any = importlib.import_module("ray")
@@ -113,8 +108,9 @@ class RolloutActor:
                 states, carry = pickle.loads(snapshot)
                 self._handle, _ = restore(self._handle, self._envs.unpack_states(states))
                 self._timestep = jax.device_put(unpack(*carry))
-            self._saves, self._number = program.save_states, number
-            self._snapshot()  # fails now, rather than after a rollout, if envs have no states
+            self._number = number
+            self._saves_states = program.save_states
+            self._snapshot(self._envs)  # fails now, rather than after a rollout, if envs have no states
             self._key = self._fold_in(jax.random.key(program.seed), np.uint32(number))
             self._version = -1
             self._total = pool_of(self._envs).stats(processes=False).total
@@ -125,10 +121,9 @@ class RolloutActor:
     def _load(self, pickled: bytes) -> RolloutProgram:
         if self._program is None:  # otherwise, JAX would compile it again
             program: RolloutProgram = cloudpickle.loads(pickled)
-            version = versions()["jaxvec"]
-            if program.jaxvec != version:
+            if program.jaxvec != __version__:
                 raise ImportError(
-                    f"jaxvec has version {version} on this node, but {program.jaxvec} in the learner's "
+                    f"jaxvec has version {__version__} on this node, but {program.jaxvec} in the learner's "
                     "process; install the same version"
                 )
             self._compiled = jax.jit(program.rollout)
@@ -145,7 +140,8 @@ class RolloutActor:
         results: list[PackedRollout | RemoteError] = []
         try:
             if version != self._version:
-                self._params, self._version = jax.device_put(unpack(*weights)), version
+                self._params = jax.device_put(unpack(*weights))
+                self._version = version
             while len(results) < count:
                 results.append(self._run_one(self._envs, index + len(results)))
         except Exception as error:
@@ -163,27 +159,28 @@ class RolloutActor:
             self._params, self._handle, self._timestep, key
         )
         structure, leaves = pack(trajectory)
-        snapshot = self._snapshot()
+        snapshot = self._snapshot(envs)
         counts = self._count_new(envs)
         return PackedRollout(structure, leaves, *counts, self._number, index, self._version, snapshot)
 
     def _count_new(self, envs: VectorEnv) -> tuple[int, int]:
         """Returns the numbers of env steps and of restarts since the last call."""
-        before, self._total = self._total, pool_of(envs).stats(processes=False).total
+        before = self._total
+        self._total = pool_of(envs).stats(processes=False).total
         return self._total.steps - before.steps, self._total.restarts - before.restarts
 
-    def _snapshot(self) -> bytes | None:
+    def _snapshot(self, envs: VectorEnv) -> bytes | None:
         """Returns the states of the envs and the argument of the next rollout, if they are to be saved."""
-        if not self._saves or self._envs is None:
+        if not self._saves_states:
             return None
         self._handle, state = save(self._handle)
         # Ray copies bytes; an array would keep the whole rollout in its object store.
-        return dumps((self._envs.pack_states(state).tobytes(), pack(self._timestep)))
+        return dumps((envs.pack_states(state).tobytes(), pack(self._timestep)))
 
     def close(self) -> None:
-        if self._envs is not None:
+        """Closes the envs, and removes the compiled programs."""
+        if self._program is not None and self._envs is not None:
             self._envs.close()
-        if self._program is not None:
             shutil.rmtree(self._program.cache, ignore_errors=True)
 
 

@@ -1,7 +1,7 @@
 """`jaxvec.Rollouts`: actors on a Ray cluster that run whole rollouts for a learner in this process.
 
-    Rollouts.push -- weights ------> _Actors -- Ray call: weights ----> RolloutActor, which has a pool
-    Rollouts.get  <-- trajectory --- _Actors <-- answer: PackedRollout -- and the compiled function
+    Rollouts.push -- weights ------> _ActorGroup -- Ray call: weights ----> RolloutActor, which has a pool
+    Rollouts.get  <-- trajectory --- _ActorGroup <-- answer: PackedRollout -- and the compiled function
 
 Ray places the actors, and starts the process of a lost one again. With `backend="ray"`, `make` uses a
 cluster in the other way: the pool is here and its workers are there.
@@ -13,8 +13,8 @@ import logging
 import math
 import os
 import pickle
-import queue
 import secrets
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,10 +32,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec import _errors
+from jaxvec import __version__, _errors
 from jaxvec._backends.ray import cluster
 from jaxvec._backends.ray.actor import (
-    JAX_OPTIONS,
     PackedRollout,
     RemoteError,
     RolloutActor,
@@ -43,21 +43,32 @@ from jaxvec._backends.ray.actor import (
     pack,
     unpack,
 )
-from jaxvec._backends.remote.wire import versions
 from jaxvec._options import OnFault, PoolConfig, Restart, Timeouts, check_count, parse_restart
 from jaxvec._util import dumps
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.protocol import pickle_given
 
 # --- In the learner's process: the actors, which are kept busy with the newest weights ---------------------
-# An actor has one call at a time. Ray delivers its answer in a thread of Ray, which starts the next call and
-# queues rollouts and failures; the learner handles both in `get`. A call of Ray that waits, such as
-# `ray.kill`, would never end in Ray's thread, nor under the lock for which that thread may wait.
+# An actor has one call at a time. Two threads share its state:
+# - A thread of Ray delivers the answer to a call. It queues rollouts and failures, and starts the next call.
+#   It never waits for an answer of Ray, which would have to arrive in this thread.
+# - The learner's thread takes rollouts, and handles deadlines and failures, in `get`. A call of Ray that
+#   waits, such as `ray.kill`, is made without the lock, for which Ray's thread may wait.
+# A failure ends an incarnation of an actor. Later answers to that incarnation are ignored.
 
 _logger = logging.getLogger("jaxvec")
 
 # Errors of envs and workers, and not of the rollout function.
 _FAULTS = _errors.EnvError, _errors.EnvTimeoutError, _errors.WorkerDiedError, _errors.PoolBrokenError
+
+# The options of JAX that affect the numbers that a program computes.
+_JAX_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+)
 
 # A rollout is reported as late after this time in seconds, and this multiple of the actor's longest one.
 _LATE_SECONDS = 60.0
@@ -69,54 +80,59 @@ _MAX_MESSAGE_BYTES = 64 << 10
 _SAME_FAULT_INTERVAL = 10.0  # seconds after a loss, in which another one at the start is no further fault
 _MAX_SNAPSHOT_USES = 3  # by an actor that is lost again and again; if its envs raise again, they are reset
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
-_RESTART_CHECK_INTERVAL = 0.2  # seconds between calls of an actor that Ray restarts; Ray itself waits 1 to 10
-_SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
-_READY_CHECK_INTERVAL = 0.01  # seconds between checks of weights that JAX computes
+_RESTART_CHECK_INTERVAL = 0.2  # seconds between calls of an actor that Ray restarts, in 1 to 10 seconds
+_CHECK_INTERVAL = 0.02  # seconds between checks of deadlines, `ray.shutdown()`, and weights that JAX computes
 
 
-@dataclass
-class _ActorPlace:
-    """The place of an actor, and the state of the actor. Ray's thread changes it under the lock."""
+class _Stage(Enum):
+    """What an actor does, or waits for."""
 
-    number: int
-    index: int  # of the next rollout
-    snapshot: bytes | None  # after the last rollout
-    uses: int = 0  # of the snapshot, by starts
-    actor: Any = None
-    incarnation: int = -1  # late answers to an earlier one are ignored
-    node: str = "no node yet"
-    pending: str = ""  # name of the method that the actor runs; "failed" until the learner knows a failure
-    deadline: float = math.inf  # of that call, of `time.monotonic()`
-    again: float = math.inf  # time of the next try of `identify`, of `time.monotonic()`
-    waits: bool = False  # for free resources, longer than an actor may take to start
-    given_up: bool = False  # its limits of faults are exceeded
-    unread: int = 0  # finished rollouts that the learner has not taken
-    version: int = -1  # of the weights in use
-    began: float = 0.0  # time of the start of the running rollout, of `time.monotonic()`
-    finished: float | None = None  # time of the end of the last one
-    longest_s: float = 0.0  # of the finished ones
-    lost: float = -math.inf  # time of the latest loss that counted as a fault
-    rollouts: int = 0
-    faults: int = 0
-    pool_restarts: int = 0
-
-
-class _Failure(NamedTuple):
-    """A failed call of an actor: an exception of Ray, or an exception in the actor."""
-
-    place: _ActorPlace
-    incarnation: int
-    method: str
-    error: BaseException | RemoteError
+    PLACING = auto()  # Ray starts its process
+    STARTING = auto()  # it makes its pool
+    RUNNING = auto()
+    IDLE = auto()  # the learner has to take rollouts first
+    FAILED = auto()  # the learner has to handle a failure
+    GIVEN_UP = auto()  # its limits of faults are exceeded
 
 
 @dataclass(eq=False)
-class _Actors:
+class _ActorState:
+    """What the learner knows of an actor."""
+
+    # Written by the learner's thread alone.
+    number: int  # constant
+    handle: Any = None  # of Ray; constant once the actor is created
+    faults: int = 0
+    lost: float = -math.inf  # time of the latest loss that counted as a fault
+
+    # Written by both threads, under `_ActorGroup._changed`. Times are those of `time.monotonic()`.
+    stage: _Stage = _Stage.PLACING
+    incarnation: int = 0  # number of failures
+    deadline: float = math.inf  # of the stage
+    retry_time: float = math.inf  # of the call of `identify`, while Ray restarts the process
+    snapshot: bytes | None = None  # of the envs after the last rollout
+    unread: int = 0  # number of finished rollouts that the learner has not taken
+    version: int = -1  # of the weights in use; -1 before the first rollout of an incarnation
+    began: float = 0.0  # time of the start of the running call of `run`
+
+    # Written by Ray's thread alone, under `_ActorGroup._changed`.
+    node: str = "no node yet"
+    index: int = 0  # of the next rollout
+    uses: int = 0  # number of starts from `snapshot`
+    finished: float | None = None  # time of the end of the last call of `run`
+    longest_s: float = 0.0  # duration of the longest one
+    rollouts: int = 0
+    pool_restarts: int = 0
+
+
+@dataclass(eq=False)
+class _ActorGroup:
     """The actors of a `Rollouts` object. Timeouts are in seconds, or `None`."""
 
     ray: Any  # the module
     options: Mapping[str, Any]  # of the actors
-    places: list[_ActorPlace]
+    states: list[_ActorState]
+    num_envs: int
     least: int  # number of actors that must not be given up
     start_timeout: float | None
     rollout_timeout: float | None
@@ -128,253 +144,326 @@ class _Actors:
     program: bytes  # the pickled `RolloutProgram`
 
     def __post_init__(self) -> None:
-        self.num_started = 0
-        self._budget = Budget(self.policy, len(self.places), who="actor")
-        self._lock = threading.RLock()  # an answer that has arrived already is handled by its caller
-        # Finished rollouts, failures, and `None` for an actor that has started, in order of arrival.
-        self._events: queue.SimpleQueue[PackedRollout | _Failure | None] = queue.SimpleQueue()
+        self._budget = Budget(self.policy, len(self.states), who="actor")
+        # Held to read or write what both threads share, and notified after each answer. Its lock is
+        # reentrant: if the answer to a call has arrived already, the caller handles it at once.
+        self._changed = threading.Condition()
+        # Ray's thread appends, and the learner's thread removes.
+        self._finished: deque[PackedRollout] = deque()
+        self._failures: deque[tuple[_ActorState, _Stage, BaseException | RemoteError]] = deque()
+        self._num_started = 0  # number of pools; written by Ray's thread
+        # Written by the learner's thread. Once it is set, answers are ignored.
+        self._error: Exception | None = None
+        # Version and packed weights for the next call; written by the learner's thread, as one tuple.
         self._published = self.newest[0], self._store(self.newest[1])
         self._program = self.ray.put(self.program)
+        learner_path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
         actor_class = self.ray.remote(**self.options)(RolloutActor)
-        for place in self.places:
-            place.actor = actor_class.remote(self.jax_options)
-            self._start(place)
+        for actor in self.states:
+            actor.handle = actor_class.remote(self.jax_options, learner_path)
+            self._start(actor)
 
-    def wait(self, timeout: float | None) -> PackedRollout | None:
-        """Waits for at most a second, and returns a rollout if one is finished. Handles faults of actors.
+    # --- In the learner's thread ------------------------------------------------------------------------
+
+    def wait_until_started(self) -> None:
+        """Waits until the least number of actors has made pools."""
+        self._wait(lambda: self._num_started >= self.least, None)
+
+    def get(self, timeout: float | None) -> PackedRollout:
+        """Waits for a finished rollout, and lets its actor start another one."""
+        self._wait(lambda: bool(self._finished), timeout)
+        with self._changed:
+            done = self._finished.popleft()
+            actor = self.states[done.actor]
+            actor.unread -= 1
+            self._start_rollout(actor)
+        return done
+
+    def _wait(self, is_done: Callable[[], bool], timeout: float | None) -> None:
+        """Waits until `is_done`, and handles faults, whether or not it is done already.
 
         Raises:
-            RolloutError, ActorDiedError: A fault that the policy does not cover.
+            NotReadyError: It was not done in time.
+            RolloutError, ActorDiedError: A fault that the policy does not cover. Rollouts that were finished
+                before it come first.
         """
-        is_published = self.publish()
-        for place in self.places:
-            if time.monotonic() >= place.again and self.ray.is_initialized():
-                with self._lock:
-                    place.again = math.inf
-                    self._call(place, "identify")
-        first = min(self.places, key=lambda place: place.deadline)
-        limits = [first.deadline - time.monotonic(), _SHUTDOWN_CHECK_INTERVAL if timeout is None else timeout]
-        limits.append(_SHUTDOWN_CHECK_INTERVAL if is_published else _READY_CHECK_INTERVAL)
-        limits.append(min(place.again for place in self.places) - time.monotonic())
-        try:
-            event = self._events.get(timeout=max(min(limits), 0))
-        except queue.Empty:
-            if not self.ray.is_initialized():  # most calls of Ray would start another cluster
-                raise self._died(self.places[0], "was lost: Ray was shut down") from None
-            if time.monotonic() >= first.deadline:
-                self._time_out(first, first.incarnation)
-            return None
-        if isinstance(event, _Failure):
-            self._handle(event)
-            return None
-        return event
+        deadline = _deadline(timeout)
+        while True:
+            self.publish()
+            self._check()
+            with self._changed:
+                if is_done():
+                    return
+                if self._error is not None:
+                    raise self._error
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise _errors.NotReadyError(f"no rollout was done within {timeout} s; call get again")
+                if not self._failures:
+                    self._changed.wait(min(left, _CHECK_INTERVAL))
 
-    def publish(self) -> bool:
-        """Publishes the newest weights, if JAX has computed them, and returns whether it has."""
+    def _check(self) -> None:
+        """Handles deadlines that have passed, and failures."""
+        if not self.ray.is_initialized():  # most calls of Ray would start another cluster
+            raise self._died(self.states[0], "was lost: Ray was shut down")
+        try:
+            for actor in self.states:
+                if time.monotonic() >= actor.deadline:
+                    self._time_out(actor)
+                if actor.stage is _Stage.PLACING and time.monotonic() >= actor.retry_time:
+                    with self._changed:
+                        self._place(actor)
+            while self._failures:
+                self._handle_failure(*self._failures.popleft())
+        except (_errors.RolloutError, _errors.ActorDiedError) as error:
+            with self._changed:
+                self._error = error
+
+    def publish(self) -> None:
+        """Publishes the newest weights, if JAX has computed them."""
         version, params = self.newest
         if version != self._published[0]:
             arrays: list[Any] = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-            if not all(array.is_ready() for array in arrays):
-                return False
-            self._published = version, self._store(params)
-        return True
-
-    def release(self, number: int) -> None:
-        """Allows an actor another rollout, because the learner has taken one."""
-        with self._lock:
-            self.places[number].unread -= 1
-            self._start_rollout(self.places[number])
+            if all(array.is_ready() for array in arrays):
+                self._published = version, self._store(params)
 
     def stats(self) -> tuple[ActorStats, ...]:
         now = time.monotonic()
-        return tuple(
-            ActorStats(
-                p.node, p.rollouts, p.finished and now - p.finished, p.faults, p.pool_restarts, p.version
+        with self._changed:
+            return tuple(
+                ActorStats(
+                    actor.node,
+                    actor.rollouts,
+                    actor.finished and now - actor.finished,
+                    actor.faults,
+                    actor.pool_restarts,
+                    actor.version,
+                )
+                for actor in self.states
             )
-            for p in self.places
-        )
 
     def close(self, *, gently: bool) -> None:
-        with self._lock:
-            working = [place.actor for place in self.places if place.version != -1]
-            for place in self.places:
-                place.incarnation += 1
-        if gently and self.ray.is_initialized():
-            calls = [actor.close.remote() for actor in working]
-            self.ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT) if calls else None
-        for place in self.places:
-            self._kill(place, no_restart=True)
+        with self._changed:
+            self._error = self._error or _errors.PoolClosedError("the Rollouts were closed")
+            working = [actor.handle for actor in self.states if actor.version != -1]
+        if gently and working and self.ray.is_initialized():
+            calls = [handle.close.remote() for handle in working]
+            self.ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT)
+        for actor in self.states:
+            self._kill(actor, no_restart=True)
 
-    # --- Calls, and their answers in a thread of Ray ------------------------------------------------
+    # --- Calls, from either thread, and their answers in Ray's thread -----------------------------------
 
-    def _start(self, place: _ActorPlace) -> None:
+    def _start(self, actor: _ActorState) -> None:
         """Starts the envs of a new actor, or of one that Ray starts again, once it is there."""
-        with self._lock:
-            place.incarnation += 1
-            place.version = -1
-            place.deadline, place.again = _deadline(self.start_timeout), math.inf
-            self._call(place, "identify")
+        with self._changed:
+            actor.version = -1
+            actor.deadline = _deadline(self.start_timeout)
+            self._place(actor)
 
-    def _call(self, place: _ActorPlace, method: str, *args: Any) -> None:
-        place.pending = method
-        future: Future[Any] = getattr(place.actor, method).remote(*args).future()
-        future.add_done_callback(partial(self._on_answer, place, place.incarnation, method))
+    def _place(self, actor: _ActorState) -> None:
+        actor.retry_time = math.inf
+        self._call(actor, _Stage.PLACING, actor.handle.identify.remote(), self._on_placed)
 
-    def _on_answer(self, place: _ActorPlace, incarnation: int, method: str, future: Future[Any]) -> None:
-        with self._lock:
-            if place.incarnation != incarnation:
+    def _start_rollout(self, actor: _ActorState) -> None:
+        """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
+        count = self.rollouts_per_call
+        if actor.stage is not _Stage.IDLE or actor.unread + count > max(self.in_flight, count):
+            return
+        actor.version, weights = self._published
+        actor.began = time.monotonic()
+        late_s = max(_LATE_SECONDS, _LATE_FACTOR * actor.longest_s)
+        actor.deadline = min(_deadline(self.rollout_timeout), _deadline(late_s))
+        answer = actor.handle.run.remote(actor.version, weights, actor.index, count)
+        self._call(actor, _Stage.RUNNING, answer, self._on_finished)
+
+    def _call(
+        self,
+        actor: _ActorState,
+        stage: _Stage,
+        answer: Any,
+        on_result: Callable[[_ActorState, Any], RemoteError | None],
+    ) -> None:
+        """Lets Ray's thread handle the answer to a call that begins a stage."""
+        actor.stage = stage
+        answer.future().add_done_callback(partial(self._on_answer, actor, actor.incarnation, on_result))
+
+    def _on_answer(
+        self,
+        actor: _ActorState,
+        incarnation: int,
+        on_result: Callable[[_ActorState, Any], RemoteError | None],
+        future: Future[Any],
+    ) -> None:
+        with self._changed:
+            if actor.incarnation != incarnation or self._error is not None:
                 return
-            failure = future.exception()
-            if method == "identify" and isinstance(failure, self.ray.exceptions.ActorUnavailableError):
-                place.again = time.monotonic() + _RESTART_CHECK_INTERVAL  # Ray is starting the process
+            stage = actor.stage
+            failure: BaseException | RemoteError | None = future.exception()
+            if stage is _Stage.PLACING and isinstance(failure, self.ray.exceptions.ActorUnavailableError):
+                actor.retry_time = time.monotonic() + _RESTART_CHECK_INTERVAL  # Ray is starting the process
                 return
-            place.pending, place.deadline = "", math.inf
+            actor.deadline = math.inf
+            actor.stage = _Stage.IDLE
             try:
-                failure = failure or getattr(self, f"_on_{method}")(place, future.result())
+                failure = failure or on_result(actor, future.result())
             except Exception as error:  # of the next call; Ray would only log it
                 failure = error
             if failure is not None:
-                place.pending = "failed"
-                self._events.put(_Failure(place, incarnation, method, failure))
+                self._end_incarnation(actor)
+                self._failures.append((actor, stage, failure))
+            self._changed.notify_all()
 
-    def _on_identify(self, place: _ActorPlace, node: str) -> None:
-        place.node, place.waits = node, False
-        place.deadline = _deadline(self.start_timeout)
-        place.uses += 1
-        given = place.number, place.incarnation, place.index, place.snapshot
-        self._call(place, "start", self._program, *given)
+    def _on_placed(self, actor: _ActorState, node: str) -> None:
+        actor.node = node
+        actor.deadline = _deadline(self.start_timeout)
+        actor.uses += 1
+        answer = actor.handle.start.remote(
+            self._program, actor.number, actor.incarnation, actor.index, actor.snapshot
+        )
+        self._call(actor, _Stage.STARTING, answer, self._on_started)
 
-    def _on_start(self, place: _ActorPlace, failure: RemoteError | None) -> RemoteError | None:
+    def _on_started(self, actor: _ActorState, failure: RemoteError | None) -> RemoteError | None:
         if failure is None:
-            self.num_started += 1
-            self._events.put(None)
-            self._start_rollout(place)
+            self._num_started += 1
+            self._start_rollout(actor)
         return failure
 
-    def _start_rollout(self, place: _ActorPlace) -> None:
-        """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
-        count = self.rollouts_per_call
-        if place.given_up or place.pending or place.unread + count > max(self.in_flight, count):
-            return
-        place.version, weights = self._published
-        place.began = time.monotonic()
-        late_s = max(_LATE_SECONDS, _LATE_FACTOR * place.longest_s)
-        place.deadline = min(_deadline(self.rollout_timeout), _deadline(late_s))
-        self._call(place, "run", place.version, weights, place.index, count)
-
-    def _on_run(self, place: _ActorPlace, results: list[PackedRollout | RemoteError]) -> RemoteError | None:
+    def _on_finished(
+        self, actor: _ActorState, results: list[PackedRollout | RemoteError]
+    ) -> RemoteError | None:
         now = time.monotonic()
         for result in results:
-            place.pool_restarts += result.pool_restarts
+            actor.pool_restarts += result.pool_restarts
             if isinstance(result, RemoteError):
                 return result
-            place.finished, place.snapshot, place.uses = now, result.snapshot, 0
-            place.rollouts += 1
-            place.index += 1
-            place.unread += 1
-            self._events.put(result)
-        place.longest_s = max(place.longest_s, now - place.began)
-        self._start_rollout(place)
+            actor.finished = now
+            actor.snapshot = result.snapshot
+            actor.uses = 0
+            actor.rollouts += 1
+            actor.index += 1
+            actor.unread += 1
+            self._finished.append(result)
+        actor.longest_s = max(actor.longest_s, now - actor.began)
+        self._start_rollout(actor)
         return None
 
-    # --- Faults, in the learner's thread ------------------------------------------------------------
+    def _end_incarnation(self, actor: _ActorState) -> None:
+        """Ignores later answers of an actor; called under the lock, by either thread."""
+        actor.stage = _Stage.FAILED
+        actor.deadline = math.inf
+        actor.incarnation += 1
 
-    def _handle(self, failure: _Failure) -> None:
-        place, error = failure.place, failure.error
-        if place.incarnation != failure.incarnation:
-            return
+    # --- Faults, in the learner's thread ----------------------------------------------------------------
+
+    def _handle_failure(self, actor: _ActorState, stage: _Stage, error: BaseException | RemoteError) -> None:
         if isinstance(error, RemoteError):
-            when = "when it started" if failure.method == "start" else f"in rollout {place.index}"
-            typed = _unpack_error(error, place, when)
+            when = f"in rollout {actor.index}" if stage is _Stage.RUNNING else "when it started"
+            typed = _unpack_error(error, actor, when)
             # If others have started, one that can't start is a fault of its node, such as a missing package.
-            if place.version != -1 and not isinstance(typed.__cause__, _FAULTS):
+            if stage is _Stage.RUNNING and not isinstance(typed.__cause__, _FAULTS):
                 raise typed
-            self._recover(place, typed, failure.method)
-        else:  # of Ray, which repeats `ActorUnavailableError` while it starts a process again
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = f"was lost: {type(error).__name__}: {' '.join(lines)[:2000]}"
-            # The process of a lost node lives on for a moment, and may answer `identify` before it ends.
-            if failure.method == "start" and time.monotonic() - place.lost < _SAME_FAULT_INTERVAL:
-                self._start(place)
-                return
-            place.lost = time.monotonic()
-            self._recover(place, self._died(place, why), failure.method)
+            self._recover(actor, typed, stage)
+        # The process of a lost node lives on for a moment, and may answer `identify` before it ends.
+        elif stage is _Stage.STARTING and time.monotonic() - actor.lost < _SAME_FAULT_INTERVAL:
+            self._start(actor)
+        else:
+            actor.lost = time.monotonic()
+            self._recover(actor, self._lost(actor, stage, error), stage)
 
-    def _time_out(self, place: _ActorPlace, incarnation: int) -> None:
-        with self._lock:
-            if place.incarnation != incarnation or time.monotonic() < place.deadline:
+    def _time_out(self, actor: _ActorState) -> None:
+        with self._changed:
+            now = time.monotonic()
+            if now < actor.deadline:  # its answer has just arrived
                 return
-            limit_s, late_s = self.rollout_timeout, time.monotonic() - place.began
-            if place.pending == "run" and (limit_s is None or late_s < limit_s):
+            stage = actor.stage
+            late_s = now - actor.began
+            if stage is _Stage.RUNNING and (self.rollout_timeout is None or late_s < self.rollout_timeout):
+                actor.deadline = actor.began + (self.rollout_timeout or math.inf)
                 _logger.warning(
                     "actor %d on %s has not finished rollout %d after %.0f s; rollout_timeout=... replaces "
                     "actors that hang",
-                    *(place.number, place.node, place.index, late_s),
+                    actor.number,
+                    actor.node,
+                    actor.index,
+                    late_s,
                 )
-                place.deadline = math.inf if limit_s is None else place.began + limit_s
                 return
             # The call of `Rollouts` has an end; later, a lack of resources is no fault.
-            if place.pending == "identify" and self.num_started >= self.least:
-                self._report_wait(place)
+            if stage is _Stage.PLACING and self._num_started >= self.least:
+                actor.deadline = math.inf
+                _logger.warning(
+                    "the cluster has had no free resources for actor %d for %s s; it waits, and others work",
+                    actor.number,
+                    self.start_timeout,
+                )
                 return
-        if place.pending == "run":
-            limit = f"rollout_timeout, {limit_s} s"
-            why = f"did not finish rollout {place.index} within {limit}; raise the limit"
+            self._end_incarnation(actor)
+        if stage is _Stage.RUNNING:
+            why = (
+                f"did not finish rollout {actor.index} within rollout_timeout, {self.rollout_timeout} s; "
+                "raise the limit if a rollout may take longer"
+            )
         else:
             why = f"was not ready within Timeouts.start, {self.start_timeout} s"
-            if place.pending == "identify":
+            if stage is _Stage.PLACING:
                 free = self.ray.available_resources()
                 why += f": Ray has not started it; it needs {dict(self.options)}, available: {free}"
-        self._kill(place, no_restart=False)
-        error = self._died(place, why)
-        if self.num_started < self.least:
+        self._kill(actor, no_restart=False)
+        error = self._died(actor, why)
+        if self._num_started < self.least:
             raise error
-        self._recover(place, error, place.pending)
-
-    def _report_wait(self, place: _ActorPlace) -> None:
-        place.deadline = _deadline(self.start_timeout)
-        if not place.waits:
-            place.waits = True
-            _logger.warning(
-                "the cluster has had no free resources for actor %d for %s s; it waits, and %d others work",
-                *(place.number, self.start_timeout),
-                sum(not (each.waits or each.given_up) for each in self.places),
-            )
+        self._recover(actor, error, stage)
 
     def _recover(
-        self, place: _ActorPlace, error: _errors.RolloutError | _errors.ActorDiedError, method: str
+        self, actor: _ActorState, error: _errors.RolloutError | _errors.ActorDiedError, stage: _Stage
     ) -> None:
         """Counts a fault of an actor, and starts its envs again, or gives it up if enough are left."""
-        if self.num_started < self.least and isinstance(error, _errors.RolloutError):
+        if self._num_started < self.least and isinstance(error, _errors.RolloutError):
             raise error
-        place.faults += 1
-        if place.uses >= (1 if isinstance(error, _errors.RolloutError) else _MAX_SNAPSHOT_USES):
-            place.snapshot = None  # the envs fail again and again from there
+        actor.faults += 1
+        if actor.uses >= (1 if isinstance(error, _errors.RolloutError) else _MAX_SNAPSHOT_USES):
+            actor.snapshot = None  # the envs fail again and again from there
         try:
-            if method == "identify":  # Ray has given it up
+            if stage is _Stage.PLACING:  # Ray has given it up
                 raise error
-            what = "resets" if place.snapshot is None else "restores"
-            self._budget.spend(place.number, error, f", and {what} its envs")
+            what = "resets" if actor.snapshot is None else "restores"
+            self._budget.spend(actor.number, error, f", and {what} its envs")
         except (_errors.ActorDiedError, _errors.RolloutError):  # the error itself
-            left = sum(not each.given_up for each in self.places) - 1
+            left = sum(other.stage is not _Stage.GIVEN_UP for other in self.states) - 1
             if self.policy is None or left < self.least:
                 raise
-            with self._lock:
-                place.given_up, place.version, place.deadline = True, -1, math.inf
-                place.incarnation += 1
-            self._kill(place, no_restart=True)
+            with self._changed:
+                actor.stage = _Stage.GIVEN_UP
+                actor.version = -1
+            self._kill(actor, no_restart=True)
             _logger.error("%s The other actors continue: %d are left", error, left)
             return
-        self._start(place)
+        self._start(actor)
 
-    def _died(self, place: _ActorPlace, why: str) -> _errors.ActorDiedError:
-        message = f"actor {place.number} on {place.node} {why}"
-        return _errors.ActorDiedError(message, actor=place.number, node=place.node)
+    def _lost(self, actor: _ActorState, stage: _Stage, error: BaseException) -> _errors.ActorDiedError:
+        """Returns the error for a call that Ray could not finish, with Ray's text below the first line."""
+        when = {_Stage.PLACING: "while Ray started it", _Stage.STARTING: "while it made its pool"}
+        is_dead = isinstance(error, self.ray.exceptions.RayActorError)
+        return self._died(
+            actor,
+            f"was lost {when.get(stage, f'in rollout {actor.index}')}: "
+            + ("its process or its node ended" if is_dead else f"Ray raised {type(error).__name__}")
+            + '; on_fault="restart" replaces lost actors, and workers=jaxvec.Workers() keeps an actor alive '
+            f"if an env crashes\n\nRay's own text:\n{error}\n",
+        )
 
-    def _kill(self, place: _ActorPlace, *, no_restart: bool) -> None:
+    def _died(self, actor: _ActorState, why: str) -> _errors.ActorDiedError:
+        return _errors.ActorDiedError(
+            f"actor {actor.number} on {actor.node}, with envs 0 to {self.num_envs - 1}, {why}",
+            actor=actor.number,
+            node=actor.node,
+        )
+
+    def _kill(self, actor: _ActorState, *, no_restart: bool) -> None:
         if self.ray.is_initialized():
             with suppress(Exception):
-                self.ray.kill(place.actor, no_restart=no_restart)
+                self.ray.kill(actor.handle, no_restart=no_restart)
 
     def _store(self, params: Any) -> Any:
         """Returns packed weights, or a reference to them in Ray's object store if they are large."""
@@ -387,12 +476,12 @@ def _deadline(seconds: float | None) -> float:
     return math.inf if seconds is None else time.monotonic() + seconds
 
 
-def _unpack_error(packed: RemoteError, place: _ActorPlace, when: str) -> _errors.RolloutError:
+def _unpack_error(packed: RemoteError, actor: _ActorState, when: str) -> _errors.RolloutError:
     error = _errors.RolloutError(
-        f"actor {place.number} on {place.node} raised {packed.name} {when}: {packed.message}\n\n"
+        f"actor {actor.number} on {actor.node} raised {packed.name} {when}: {packed.message}\n\n"
         f"The actor's own traceback:\n{packed.traceback}",
-        actor=place.number,
-        node=place.node,
+        actor=actor.number,
+        node=actor.node,
         remote_traceback=packed.traceback,
     )
     if packed.pickled is not None:
@@ -513,7 +602,8 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
             `None` for no limit, but the log reports a rollout that takes over a minute and ten times longer
-            than any before. `get` checks this. `timeouts` can limit single steps.
+            than any before. Each `get` checks this, whether or not rollouts of other actors are finished.
+            `timeouts` can limit single steps.
         **options: Other options of `jaxvec.make`, and arguments of the env. By default, the actor itself is
             the only worker, unless `timeouts` limits steps or resets, the actor has a GPU, or
             `workers=jaxvec.Workers()` asks for a process. Envs that use JAX need a process.
@@ -566,47 +656,37 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             raise ValueError(f"num_actors must be (least, most), not {num_actors}")
         check_count("seed", seed, 0)
         self._device = device
-        self._early: deque[PackedRollout] = deque()  # finished before the least number of actors had started
         self._broken: BaseException | None = None
-        self._rollouts = self._env_steps = 0
-        # The version of the weights; for each actor, its next rollout and the snapshot before it.
-        self._version = 0
+        self._num_rollouts = 0
+        self._env_steps = 0
+        self._version = 0  # of the newest weights
+        # For each actor, its next rollout and the snapshot before it, after those that `get` has returned.
         self._progress: list[tuple[int, bytes | None]] = [(0, None)] * most
         self._origin = {"seed": seed, "num_envs": num_envs}
         if resume is not None:
-            self._load(resume)
-        workers = options.setdefault("num_workers", 1)
-        actor_options = {"num_cpus": workers, **(actor_options or {})}
-        # One worker would only wait for the actor's process, and the other way round.
-        needs_process = workers > 1 or not {"workers", "spare_envs", "batch_size"}.isdisjoint(options)
-        needs_process |= bool(timeouts.step or timeouts.reset or actor_options.get("num_gpus"))
+            self._resume(resume)
+        actor_options = {"num_cpus": options.setdefault("num_workers", 1), **(actor_options or {})}
         options |= {"on_fault": on_fault, "timeouts": timeouts}
-        options["backend"] = "process" if needs_process else "serial"
         if save_states:
             options.setdefault("states", num_envs)
+        needs_process = _needs_process(options) or actor_options.get("num_gpus")
+        options["backend"] = "process" if needs_process else "serial"
         names = options.keys() & {option.name for option in fields(PoolConfig)}
         PoolConfig(**{name: options[name] for name in names})  # raises if one is invalid
-        # Programs that an actor has compiled are there when its process is started again. On the CPU, JAX
-        # keeps those that step envs only if it dispatches none asynchronously; an actor waits anyway.
+        # An actor whose process is started again finds there the programs that it has compiled.
         cache = os.path.join(tempfile.gettempdir(), f"jaxvec-{secrets.token_hex(8)}")
-        jax_options: dict[str, Any] = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
-        jax_options |= {"jax_compilation_cache_dir": cache, "jax_persistent_cache_min_compile_time_secs": 0}
-        jax_options["jax_cpu_enable_async_dispatch"] = False
-        if not actor_options.get("num_gpus"):
-            jax_options["jax_platforms"] = "cpu"
-        for name in actor_options.get("runtime_env", {}).get("env_vars", {}):  # these have precedence
-            jax_options.pop(name.lower(), None)
-        program = RolloutProgram(
-            rollout, env, num_envs, seed, options, save_states, cache, versions()["jaxvec"]
-        )
+        program = RolloutProgram(rollout, env, num_envs, seed, options, save_states, cache, __version__)
         pickled = pickle_given(program, _refuse, dumps)
         check_keys(params)
         policy = parse_restart(on_fault)
-        ray = cluster.connect()
-        self._actors = _Actors(
-            ray,
+        self._actors = _ActorGroup(
+            cluster.connect(),
             {"max_restarts": -1 if policy else 0, **actor_options},
-            [_ActorPlace(number, *progress) for number, progress in enumerate(self._progress)],
+            [
+                _ActorState(number, index=index, snapshot=snapshot)
+                for number, (index, snapshot) in enumerate(self._progress)
+            ],
+            num_envs=num_envs,
             least=least,
             start_timeout=timeouts.start,
             rollout_timeout=rollout_timeout,
@@ -614,18 +694,17 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             rollouts_per_call=rollouts_per_call,
             policy=policy,
             newest=(self._version, jax.tree.map(_copy_leaf, params)),
-            jax_options=jax_options,
+            jax_options=_jax_options(cache, actor_options),
             program=pickled,
         )
         # In a thread, as a call of Ray that waits must not run in one of Ray's. Not at exit: Ray itself ends
         # the actors then.
-        end = threading.Thread(target=partial(self._actors.close, gently=False), daemon=True).start
-        self._finalizer = weakref.finalize(self, end)
+        self._finalizer = weakref.finalize(
+            self, threading.Thread(target=partial(self._actors.close, gently=False), daemon=True).start
+        )
         self._finalizer.atexit = False
         try:
-            while self._actors.num_started < least:
-                if (done := self._wait(None)) is not None:
-                    self._early.append(done)
+            self._actors.wait_until_started()
         except BaseException:
             self.close()
             raise
@@ -644,14 +723,14 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             ActorDiedError: An actor was lost, and was not replaced.
             PoolBrokenError, PoolClosedError: An earlier call raised an error, or `close` was called.
         """
-        deadline, left = _deadline(timeout), timeout
-        while (done := self._early.popleft() if self._early else self._wait(left)) is None:
-            if left == 0:
-                raise _errors.NotReadyError(f"no rollout was done within {timeout} s; call get again")
-            left = None if timeout is None else max(deadline - time.monotonic(), 0)
-        self._actors.release(done.actor)
+        self._check_open()
+        try:
+            done = self._actors.get(timeout)
+        except (_errors.RolloutError, _errors.ActorDiedError) as error:
+            self._broken = error
+            raise
         self._progress[done.actor] = (done.index + 1, done.snapshot)
-        self._rollouts += 1
+        self._num_rollouts += 1
         self._env_steps += done.env_steps
         trajectory = jax.device_put(unpack(done.structure, done.leaves), self._device)
         return Rollout(trajectory, done.actor, done.index, done.version, self._version - done.version)
@@ -671,7 +750,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
         self._check_open()
         check_keys(params)
         self._version += 1
-        self._actors.newest = self._version, jax.tree.map(_copy_leaf, params)
+        self._actors.newest = (self._version, jax.tree.map(_copy_leaf, params))
         self._actors.publish()
 
     def checkpoint(self) -> bytes:
@@ -684,7 +763,7 @@ class Rollouts(AbstractContextManager["Rollouts"]):
 
     def stats(self) -> RolloutStats:
         """Returns the counters so far."""
-        return RolloutStats(self._rollouts, self._env_steps, self._version, self._actors.stats())
+        return RolloutStats(self._num_rollouts, self._env_steps, self._version, self._actors.stats())
 
     def close(self) -> None:
         """Closes the envs and ends the actors, within about ten seconds. May be called more than once."""
@@ -694,27 +773,14 @@ class Rollouts(AbstractContextManager["Rollouts"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "Rollouts can't be pickled because they own actors; create them in the process that uses them"
-        )
-
-    def _load(self, resume: bytes) -> None:
+    def _resume(self, checkpoint: bytes) -> None:
         """Adopts the version and the progress of a checkpoint."""
-        found = pickle.loads(resume)
+        saved = pickle.loads(checkpoint)
         for name, value in self._origin.items():
-            if found[name] != value:
-                raise ValueError(f"resume: the checkpoint has {name}={found[name]}, not {value}")
-        self._version = found["version"]
-        self._progress = [*found["actors"], *self._progress[len(found["actors"]) :]][: len(self._progress)]
-
-    def _wait(self, timeout: float | None) -> PackedRollout | None:
-        self._check_open()
-        try:
-            return self._actors.wait(timeout)
-        except (_errors.RolloutError, _errors.ActorDiedError) as error:
-            self._broken = error
-            raise
+            if saved[name] != value:
+                raise ValueError(f"resume: the checkpoint has {name}={saved[name]}, not {value}")
+        self._version = saved["version"]
+        self._progress[: len(saved["actors"])] = saved["actors"][: len(self._progress)]
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -723,6 +789,32 @@ class Rollouts(AbstractContextManager["Rollouts"]):
             raise _errors.PoolBrokenError(
                 f"the Rollouts failed before; create new ones: {self._broken}"
             ) from self._broken
+
+
+def _needs_process(options: Mapping[str, Any]) -> bool:
+    """Returns whether an actor's pool needs processes. A single one would only wait for the actor's."""
+    timeouts: Timeouts = options["timeouts"]
+    return (
+        options["num_workers"] > 1
+        or bool(timeouts.step or timeouts.reset)
+        or not options.keys().isdisjoint({"workers", "spare_envs", "batch_size"})
+    )
+
+
+def _jax_options(cache: str, actor_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of JAX for actors. Their environment variables have precedence."""
+    options: dict[str, Any] = {name: getattr(jax.config, name) for name in _JAX_OPTIONS} | {
+        "jax_compilation_cache_dir": cache,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        # On the CPU, JAX keeps programs that step envs only if it dispatches none asynchronously; an actor
+        # waits anyway.
+        "jax_cpu_enable_async_dispatch": False,
+    }
+    if not actor_options.get("num_gpus"):
+        options["jax_platforms"] = "cpu"
+    for name in actor_options.get("runtime_env", {}).get("env_vars", {}):
+        options.pop(name.lower(), None)
+    return options
 
 
 def _copy_leaf(leaf: Any) -> Any:
