@@ -1,5 +1,4 @@
 // `Engine`: the engine of a pool that compiled programs step without Python. native_engine.py wraps it.
-#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -58,7 +57,6 @@ struct EngineObject {
   std::vector<Ref> results;  // leaves in the segment
   uint32_t id = 0, batch_size = 0, num_slots = 0;
   size_t num_actions = 0;
-  uint32_t trace_capacity = 0;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<PythonEnvs> local;  // null if workers have the envs
 
@@ -225,20 +223,18 @@ uint32_t engine_last_caller(EngineObject& self) { return self.engine->state.last
 void engine_set_last_caller(EngineObject& self, uint32_t code) { self.engine->state.last_caller = code; }
 
 void engine_start_trace(EngineObject& self, uint32_t capacity) {
-  self.trace_capacity = capacity;
   without_gil([&] { self.engine->trace.start(capacity); });
 }
 
 Ref engine_stop_trace(EngineObject& self) {
-  std::vector<Span> spans(std::max(self.trace_capacity, 1u));
-  const uint64_t count = without_gil([&] { return self.engine->trace.stop(spans.data()); });
-  spans.resize(std::min<uint64_t>(count, spans.size()));
+  uint64_t num_lost;
+  const std::vector<Span> spans = without_gil([&] { return self.engine->trace.stop(&num_lost); });
   Ref all = own(PyList_New(0));
   for (const Span& span : spans) {
     const Ref row = own(Py_BuildValue("IllI", span.what, span.start_ns, span.end_ns, span.thread));
     if (PyList_Append(all.get(), row.get()) < 0) throw PythonError();
   }
-  return own(Py_BuildValue("Nk", all.release(), count - spans.size()));
+  return own(Py_BuildValue("Nk", all.release(), num_lost));
 }
 
 void engine_close(EngineObject& self) {

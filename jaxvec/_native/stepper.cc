@@ -246,16 +246,18 @@ Ref nested_writer(PyObject* write, PyObject* keys, PyObject* children) {
   return writer;
 }
 
-bool is_mark(PyObject* object, npy_intp size);
+// Returns whether this file can write to an array of the items or characters of `size` rows.
+bool is_part(PyArrayObject* array, npy_intp size) {
+  const int type = PyArray_TYPE(array);
+  return (PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type)) && PyArray_ISCARRAY(array) &&
+         PyArray_NDIM(array) > 1 && PyArray_DIM(array, 0) >= size && PyArray_DIM(array, 1) > 0;
+}
 
 Ref padded_writer(PyObject* write, PyObject* item, PyObject* sizes, PyObject* parts) {
-  PyArrayObject* column = as_array(sizes);
-  bool known = PyArray_NDIM(column) == 1 && PyArray_DIM(column, 0) > 0 && PyArray_TYPE(column) == NPY_INT32 &&
-               PyArray_ISCARRAY(column) && PyTuple_Size(parts) > 0;
+  const npy_intp size = PyArray_SIZE(as_array(sizes));
+  bool known = size > 0 && PyTuple_Size(parts) > 0;
   for (Py_ssize_t i = 0; known && i < PyTuple_Size(parts); ++i) {
-    PyArrayObject* part = as_array(PyTuple_GetItem(parts, i));
-    known = is_mark(PyTuple_GetItem(parts, i), PyArray_DIM(column, 0)) && PyArray_NDIM(part) > 1 &&
-            PyArray_DIM(part, 1) > 0;
+    known = is_part(as_array(PyTuple_GetItem(parts, i)), size);
   }
   if (known && item == Py_None) {
     const int type = PyArray_TYPE(as_array(PyTuple_GetItem(parts, 0)));
@@ -458,31 +460,6 @@ PyObject* run(Stepper& self, Py_ssize_t place, PyObject* envs, PyObject* limits,
   return Py_BuildValue("nO", place, Py_None);
 }
 
-bool is_column(PyObject* object, npy_intp size, int type, int other) {
-  PyArrayObject* array = as_array(object);
-  const int given = PyArray_TYPE(array);
-  return PyArray_NDIM(array) == 1 && PyArray_DIM(array, 0) >= size && PyArray_ISBEHAVED(array) &&
-         (given == type || given == other);
-}
-
-// Returns whether an array has `size` rows or more like those of `returns`, of float32 or float64.
-bool has_rewards(PyObject* object, npy_intp size, PyObject* returns) {
-  PyArrayObject *array = as_array(object), *like = as_array(returns);
-  const int type = PyArray_TYPE(array), ndim = PyArray_NDIM(like);
-  return ndim > 0 && PyArray_NDIM(array) == ndim && PyArray_DIM(array, 0) >= size &&
-         PyArray_ISCARRAY(array) &&
-         PyArray_CompareLists(PyArray_DIMS(array) + 1, PyArray_DIMS(like) + 1, ndim - 1) &&
-         (type == NPY_FLOAT32 || type == NPY_FLOAT64);
-}
-
-bool is_mark(PyObject* object, npy_intp size) {
-  if (!PyArray_Check(object)) return false;
-  PyArrayObject* array = as_array(object);
-  const int type = PyArray_TYPE(array);
-  return (PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type)) && PyArray_ISCARRAY(array) &&
-         PyArray_NDIM(array) > 0 && PyArray_DIM(array, 0) >= size;
-}
-
 PyObject* make_stepper(PyObject*, PyObject* args, PyObject* kwargs) try {
   static const char* names[] = {"states",     "infos",      "marks",      "returns", "lengths",
                                 "row_reward", "row_return", "row_length", "running", "forked",
@@ -498,27 +475,10 @@ PyObject* make_stepper(PyObject*, PyObject* args, PyObject* kwargs) try {
     return nullptr;
   }
   self.kept = share(kwargs);
-  const npy_intp size = PyList_Size(self.states);
-  bool known =
-      PyArray_TYPE(as_array(self.returns)) == NPY_FLOAT64 && has_rewards(self.returns, size, self.returns) &&
-      is_column(self.lengths, size, NPY_INT64, NPY_INT64) &&
-      has_rewards(self.row_reward, size, self.returns) && has_rewards(self.row_return, size, self.returns) &&
-      is_column(self.row_length, size, NPY_INT32, NPY_INT64) &&
-      is_column(self.running, 1, NPY_UINT32, NPY_UINT32);
-  if (self.marks != Py_None) {
-    const Py_ssize_t count = PyTuple_Size(self.marks);
-    known &= count >= 0;
-    for (Py_ssize_t i = 0; i < count; ++i) known &= is_mark(PyTuple_GetItem(self.marks, i), size);
-  }
-  if (known) {
-    self.num_rewards = PyArray_MultiplyList(PyArray_DIMS(as_array(self.returns)) + 1,
-                                            PyArray_NDIM(as_array(self.returns)) - 1);
-    self.rewards = std::make_unique<double[]>(self.num_rewards);
-    return object.release();
-  }
-  return PyErr_Format(PyExc_TypeError,
-                      "an array has a dtype that the stepper does not support, or is too short for %zd envs",
-                      size);
+  PyArrayObject* returns = as_array(self.returns);
+  self.num_rewards = PyArray_MultiplyList(PyArray_DIMS(returns) + 1, PyArray_NDIM(returns) - 1);
+  self.rewards = std::make_unique<double[]>(self.num_rewards);
+  return object.release();
 } catch (const PythonError&) {
   return nullptr;
 }

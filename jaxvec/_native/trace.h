@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -43,15 +44,15 @@ class Trace {
     spans_[count_++ % spans_.size()] = {start_ns, end_ns, thread, what};
   }
 
-  // Ends the trace and copies its spans, oldest first and at most `capacity`, to `spans`. Returns the number
-  // of spans that were ever added.
-  uint64_t stop(Span* spans) {
+  // Ends the trace. Returns its spans, oldest first, and stores the number of spans that were overwritten.
+  std::vector<Span> stop(uint64_t* num_lost) {
     const std::lock_guard lock(lock_);
     on_.store(false, std::memory_order_relaxed);
-    const uint64_t size = spans_.size();
-    for (uint64_t i = count_ > size ? count_ - size : 0; i < count_; ++i) *spans++ = spans_[i % size];
-    spans_ = {};
-    return count_;
+    const uint64_t kept = std::min<uint64_t>(count_, spans_.size());
+    *num_lost = count_ - kept;
+    if (*num_lost > 0) std::rotate(spans_.begin(), spans_.begin() + count_ % spans_.size(), spans_.end());
+    spans_.resize(kept);
+    return std::exchange(spans_, {});
   }
 
  private:
