@@ -264,7 +264,6 @@ def extras(session: nox.Session) -> None:
     install_wheel(session, "test,ray", "--group", "families", "--group", "compat")
     # Other sessions run these tests, which need no package besides.
     needs_no_extra = files("compat", "adapters_mlagents", "compat_gymnasium")
-    needs_no_extra += files("ray", "ray_wire", "remote_hosts", "remote_workers")
     needs_no_extra += ["tests/docs/test_docs.py::test_a_pages_examples_run_and_print_what_it_says"]
     # Rendering may lack a driver. torch and Ray Tune are for `nightly`. mo_gymnasium installs pygame over
     # pygame-ce. The other libraries require other versions of JAX libraries.
@@ -321,7 +320,7 @@ def nightly(session: nox.Session) -> None:
     spawned = ["tests/faults", *files("pool", "sharing", "stress", "model", "remote")]
     pytest(session, "--nightly", "--start-method", "spawn", *spawned)
     pytest(session, "--nightly", "--transport", "io_callback", "--dispatch", "portable")
-    session.run("python", "-m", "benchmarks.soak", "--minutes", "10", "--ray")
+    session.run("python", "-m", "benchmarks.soak", "--minutes", "10")
     accelerator(session, "--short")
     print_versions(session)
 

@@ -2,8 +2,7 @@
 
 Each field of each result is compared with a prediction from the previous results. Pools with several
 combinations of dispatch, transport, batch size, `retry` and spare envs run for equal times, with unlimited
-restarts. Some are recycled, some saved and restored, and some are at hosts that dial in, and are killed, too.
-With `--ray`, some pools also run on a separate Ray cluster.
+restarts. Some are recycled, and some saved and restored.
 
 `--kind leaks` steps envs that leak 1 MB per step, with `Workers(recycle=...)`, and `--kind growth` shows the
 memory of jaxvec itself.
@@ -17,15 +16,13 @@ import logging
 import math
 import os
 import random
-import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -141,7 +138,6 @@ class PoolConfig:
     batch_size: int
     retry: str = "rebuild"
     spare_envs: int = 0
-    backend: str = "process"
     recycle_steps: int | None = None  # of the envs of a worker, after which a fresh process replaces it
     saves: bool = False  # whether envs are saved before each call of the program, and mostly restored after
 
@@ -149,7 +145,6 @@ class PoolConfig:
         extras = [f"{self.spare_envs} spare envs"] if self.spare_envs else []
         extras += [f"recycled after {self.recycle_steps}"] if self.recycle_steps else []
         extras += ["saved and restored"] if self.saves else []
-        extras += [] if self.backend == "process" else [self.backend]
         return ", ".join([self.dispatch, self.transport, str(self.batch_size), self.retry, *extras])
 
 
@@ -159,8 +154,6 @@ CONFIGS += [replace(config, retry="reset") for config in (CONFIGS[0], CONFIGS[5]
 CONFIGS += [replace(config, spare_envs=2) for config in (CONFIGS[3], CONFIGS[6])]
 CONFIGS += [replace(config, recycle_steps=300) for config in (*CONFIGS[:4], CONFIGS[5], CONFIGS[6])]
 CONFIGS += [replace(config, saves=True) for config in (CONFIGS[0], CONFIGS[2], CONFIGS[-6])]
-CONFIGS += [replace(config, backend="hosts") for config in (CONFIGS[0], CONFIGS[5], CONFIGS[-3], CONFIGS[-9])]
-ON_RAY = [replace(config, backend="ray") for config in (CONFIGS[0], CONFIGS[3], CONFIGS[7])]
 
 
 @dataclass
@@ -283,36 +276,6 @@ class ResultModel:
         self.counts[fault], self.returns[fault], self.lengths[fault] = [1, 0, 0, -1], 0, 0
 
 
-class Hosts:
-    """A listener, and host processes that dial in to it again whenever they are lost."""
-
-    def __init__(self, number):
-        key = secrets.token_hex().encode()
-        self.remote = jaxvec.Remote(listen="127.0.0.1:0", hosts=number, key=key)
-        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - until `close`
-        Path(self._file.name).write_bytes(key)
-        self._open = True
-        self.processes = [None] * (number + 1)  # one is a spare
-        self._keepers = [threading.Thread(target=self._keep, args=(index,)) for index in range(number + 1)]
-        for keeper in self._keepers:
-            keeper.start()
-
-    def _keep(self, index):
-        command = [sys.executable, "-m", "jaxvec", "worker", "--connect", self.remote.address]
-        command += ["--key-file", self._file.name, "--wait", "0"]
-        while self._open:
-            self.processes[index] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-            self.processes[index].wait()
-
-    def close(self):
-        """Ends all hosts."""
-        self._open = False
-        self.remote.close()
-        for keeper in self._keepers:
-            keeper.join()
-        self._file.close()
-
-
 def check(tally, model, actions, timestep):
     """Compares all fields of a batch with the prediction and counts the differences."""
     ids, fault = timestep.info["env_id"], timestep.info["fault"]
@@ -337,12 +300,7 @@ def run(config, seconds, mean, deaths):
         deaths: Mean seconds between kills of a worker by this process.
     """
     tally = Tally()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        backend = config.backend
-        if backend == "hosts":
-            hosts = Hosts(NUM_WORKERS)
-            stack.callback(hosts.close)
-            backend = hosts.remote
+    with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "faults")
         record.touch()
         with jaxvec.config.override(dispatch=config.dispatch, transport=config.transport):
@@ -354,7 +312,6 @@ def run(config, seconds, mean, deaths):
                     recycle=config.recycle_steps and jaxvec.Recycle(steps=config.recycle_steps)
                 ),
                 batch_size=None if config.batch_size == NUM_ENVS else config.batch_size,
-                backend=backend,
                 states=2 * NUM_ENVS if config.saves else 0,
                 spare_envs=config.spare_envs,
                 on_fault=jaxvec.Restart(retry=config.retry, max_restarts=None, rate=None),
@@ -366,14 +323,10 @@ def run(config, seconds, mean, deaths):
 
         def kill_from_outside():
             while not stop.wait(random.expovariate(1 / deaths)):
-                # Actors own their workers, and a worker that dies in a restore breaks the pool: there, only
-                # faults of envs kill workers.
-                if config.backend == "ray" or config.saves:
+                # A worker that dies in a restore breaks the pool: there, only faults of envs kill workers.
+                if config.saves:
                     continue
                 tally.faults["SIGKILL from outside"] += 1
-                if config.backend == "hosts":
-                    random.choice(hosts.processes).kill()
-                    continue
                 workers = pool_of(envs).workers.supervisor._processes
                 with suppress(ProcessLookupError):  # the worker has exited already
                     os.kill(random.choice(workers).pid, signal.SIGKILL)
@@ -608,7 +561,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="duration of all runs together")
     parser.add_argument("--mean", type=float, default=20, help="mean seconds between faults of an env")
     parser.add_argument("--deaths", type=float, default=5, help="mean seconds between kills of a worker")
-    parser.add_argument("--ray", action="store_true", help="also run pools on Ray")
     text = (
         "faults: kills and errors; leaks: envs that leak 1 MB per step; growth: the memory of jaxvec itself"
     )
@@ -630,12 +582,6 @@ def main() -> None:
             wrong += more
             print(row, flush=True)
         sys.exit(bool(wrong))
-    configs = CONFIGS + ON_RAY if options.ray else CONFIGS
-    if options.ray:
-        import ray
-
-        # "local" starts a separate cluster, even if another one runs on the machine.
-        ray.init(address="local", num_cpus=2 * NUM_WORKERS, log_to_driver=False)
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
@@ -644,8 +590,8 @@ def main() -> None:
     )
     print("| --- |" + " ---: |" * 8)
     wrong = 0
-    seconds = 60 * options.minutes / len(configs)
-    for config in configs:
+    seconds = 60 * options.minutes / len(CONFIGS)
+    for config in CONFIGS:
         tally = run(config, seconds, options.mean, options.deaths)
         wrong += tally.wrong
         megabytes = process.memory_info().rss / 1e6
@@ -657,8 +603,6 @@ def main() -> None:
         )
         print(f"  {dict(tally.faults)}", file=sys.stderr, flush=True)
     fork.end_all()
-    if options.ray:
-        ray.shutdown()
     print(f"\nRemaining child processes: {len(process.children(recursive=True))}.")
     sys.exit(wrong > 0)
 

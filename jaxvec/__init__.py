@@ -19,7 +19,6 @@ with _util.required_imports():
 # What the core does not import itself.
 _extension.extensions += _extensions.make_states, _extensions.make_spare_envs, _extensions.make_recycling
 _extension.interpreters.append(_backends.make_other_python)
-_extension.backends["ray"] = _backends.make_ray
 
 if TYPE_CHECKING:
     from jaxvec import adapters as adapters
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
     from jaxvec import ports as ports
     from jaxvec import spaces as spaces
     from jaxvec import testing as testing
-    from jaxvec._backends.ray.backend import Ray
     from jaxvec._backends.ray.rollouts import Rollout, Rollouts
-    from jaxvec._backends.remote.remote import Remote
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._handle import Handle
@@ -41,9 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EnvState",
     "Handle",
-    "Ray",
     "Recycle",
-    "Remote",
     "Restart",
     "Rollout",
     "Rollouts",
@@ -72,8 +67,6 @@ _MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "ports", "
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
     "Handle": "callbacks._handle",
-    "Ray": "_backends.ray.backend",
-    "Remote": "_backends.remote.remote",
     "Rollout": "_backends.ray.rollouts",
     "Rollouts": "_backends.ray.rollouts",
     "VectorEnv": "_vector_env",

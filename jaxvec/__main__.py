@@ -13,10 +13,6 @@ def main() -> None:
     if not sys.flags.safe_path and (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does: the env of `jaxvec check` may be a module here
     try:
-        if sys.argv[1:2] == ["worker"]:  # must not import jax
-            from jaxvec.cli._worker import main as serve
-
-            sys.exit(serve(sys.argv[2:]))
         with required_imports():
             from jaxvec.cli._main import main as run  # slow, as it imports jax, so Ctrl-C must work here
 

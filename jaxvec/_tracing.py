@@ -1,9 +1,9 @@
 """Records what the processes of a pool do, and writes it as a timeline.
 
 Each process records spans in a `SpanRecorder`. The spans of several processes can be compared, because all
-read the monotonic clock of the system, also in C++ (`_native/trace.h`). Spans of other machines are shifted
-by the difference of the clocks. `tracing` collects the traces, and writes Chrome's trace event format in
-JSON, for Perfetto and chrome://tracing. Workers import this module, so it must not import JAX.
+read the monotonic clock of the system, also in C++ (`_native/trace.h`). `tracing` collects the traces, and
+writes Chrome's trace event format in JSON, for Perfetto and chrome://tracing. Workers import this module, so
+it must not import JAX.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from threading import get_native_id
@@ -52,11 +52,6 @@ class Trace:
     spans: list[Span]  # in the order in which they ended
     dropped: int = 0  # number of spans before these that exceeded the capacity
     losses: tuple[Loss, ...] = ()  # spans that were lost at unknown times
-
-    def earlier(self, ns: int) -> Trace:
-        """Returns a copy with the spans shifted back by `ns` nanoseconds."""
-        spans = [span._replace(began=span.began - ns, ended=span.ended - ns) for span in self.spans]
-        return replace(self, spans=spans)
 
 
 class SpanRecorder:

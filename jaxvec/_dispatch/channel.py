@@ -3,8 +3,7 @@
 A wake byte means that slots of the segment have changed. A frame has a pickled message and, if needed, file
 descriptors. The end of file means that the other end is dead or closed, in both directions.
 
-`ParentChannel` and `WorkerChannel` are the interfaces of the two ends. `Channel` implements both for workers
-of this machine. Backends implement them for workers elsewhere, which have no socket here.
+`ParentChannel` and `WorkerChannel` are the interfaces of the two ends, and `Channel` implements both.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ParentChannel(WorkerChannel):
 
     @abstractmethod
     def fileno(self) -> int:
-        """Returns a descriptor that is readable if `receive` would not wait. Channels can share one."""
+        """Returns a descriptor that is readable if `receive` would not wait."""
 
     @abstractmethod
     def send(
@@ -245,13 +244,6 @@ def channel_pair() -> tuple[Channel, int]:
     """Makes a control socket. Returns the parent's end, and the descriptor of the worker's end."""
     parent_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Channel(parent_end), worker_end.detach()
-
-
-def dead_socket() -> tuple[Channel, socket.socket]:
-    """Makes a channel that neither receives nor sends, while the returned socket is open."""
-    own_end, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    other_end.shutdown(socket.SHUT_RD)
-    return Channel(own_end), other_end
 
 
 def adopt_channel(descriptor: int) -> Channel:

@@ -108,10 +108,6 @@ class ParentDispatch(Slots, ABC):
         """Sends `slots`, which the parent owns, to their workers. One thread at a time may call it."""
 
     @abstractmethod
-    def forward(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        """Sends `slots` to their workers, with the marks `requests` (`[num_envs]`) of another dispatch."""
-
-    @abstractmethod
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         """Waits for `count` of `slots`, for at most `seconds`. Any number of threads may wait.
 
@@ -183,10 +179,14 @@ class PortableParentDispatch(ParentDispatch):
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         numbers = self._request_number + np.arange(1, len(slots) + 1)
         self._request_number += len(slots)
-        self._request(requests(numbers, verb), slots)
-
-    def forward(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        self._request(requests[slots], slots)
+        marks = requests(numbers, verb)
+        self._marks.target[1] += 1
+        try:
+            self._requested[slots] = marks  # from now on the workers own the slots
+        finally:  # also after Ctrl-C, as workers wait for it
+            self._marks.target[1] += 1
+        for worker in np.unique(self._stops.searchsorted(slots, side="right")).tolist():
+            self._channels[worker].wake()
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         # Checked first: a program that never has to wait must notice a dead worker, too.
@@ -198,15 +198,6 @@ class PortableParentDispatch(ParentDispatch):
     def start_poll(self, slots: NDArray[Any], count: int, seconds: float) -> float:
         # Another thread's poll may have taken the wake bytes for these slots, so check them before blocking.
         return 0 if self.enough_completed(slots, count) else seconds
-
-    def _request(self, marks: NDArray[Any], slots: NDArray[Any]) -> None:
-        self._marks.target[1] += 1
-        try:
-            self._requested[slots] = marks  # from now on the workers own the slots
-        finally:  # also after Ctrl-C, as workers wait for it
-            self._marks.target[1] += 1
-        for worker in np.unique(self._stops.searchsorted(slots, side="right")).tolist():
-            self._channels[worker].wake()
 
 
 class PortableWorkerDispatch(WorkerDispatch):

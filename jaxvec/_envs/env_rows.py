@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxvec._errors import ActionError
 from jaxvec._leaves import DictNode, leaves
@@ -116,7 +115,6 @@ class EnvRows:
         self._raw_info = rows["raw_info",]
         self._raw_info[:] = InfoKind.EMPTY
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of the last step or reset
-        self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
         self._wrong_actions: dict[int, ActionError] = {}
         self.given: dict[int, Any] | None = None  # the next actions by index, if they are Python objects
@@ -150,11 +148,6 @@ class EnvRows:
     def obs(self, index: int) -> Any:
         (obs,) = self._read_obs(np.array([index]))
         return obs
-
-    def put(self, indices: NDArray[Any], rows: Sequence[NDArray[Any]]) -> None:
-        """Writes the leaves of whole time steps, `[len(indices), ...]` each."""
-        for array, row in zip(self._timestep, rows, strict=True):
-            array[indices] = row
 
     def take_info(self, index: int, info: dict[str, Any]) -> None:
         """Keeps a raw info. Its declared keys are in the row already."""

@@ -356,15 +356,6 @@ void send(Parent& parent, uint32_t operation, const int64_t* slots, uint32_t cou
   wake_owners(parent, slots, count);
 }
 
-void forward(Parent& parent, const int64_t* requests, const int64_t* slots, uint32_t count) {
-  begin_or_end_send(parent.board);
-  for (uint32_t i = 0; i < count; ++i) {
-    parent.board.requested[slots[i]].store(requests[slots[i]], std::memory_order_release);
-  }
-  begin_or_end_send(parent.board);
-  wake_owners(parent, slots, count);
-}
-
 void notify_worker(Board& board, uint32_t worker) {
   board.worker_notices[worker].word.fetch_add(1, std::memory_order_release);
   wake_worker(board, worker);

@@ -86,9 +86,6 @@ const char* request_short_slices();
 // Dispatches `count` slots and wakes their workers.
 void send(Parent& parent, uint32_t operation, const int64_t* slots, uint32_t count);
 
-// Dispatches slots with the requests `[num_slots]` of another dispatch, which numbers them.
-void forward(Parent& parent, const int64_t* requests, const int64_t* slots, uint32_t count);
-
 // Wakes a worker after a message was written to its control socket.
 void notify_worker(Board& board, uint32_t worker);
 

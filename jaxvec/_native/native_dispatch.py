@@ -33,7 +33,7 @@ class NativeParentDispatch(ParentDispatch):
     ) -> None:
         super().__init__(marks)
         stops = np.array([stop for _, stop in slices])
-        sockets = np.array(sorted({channel.fileno() for channel in channels}), np.int32)
+        sockets = np.array([channel.fileno() for channel in channels], np.int32)
         look_around_ns = int(DEATH_CHECK_INTERVAL * 1e9)
         self._native_end = load().parent(marks, stops, sockets, spin_ns, look_around_ns)
 
@@ -43,9 +43,6 @@ class NativeParentDispatch(ParentDispatch):
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         self._native_end.send(verb, slots)
-
-    def forward(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        self._native_end.forward(requests, slots)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         # Returns early after a signal, so that Python's handlers can run.

@@ -56,10 +56,6 @@ void parent_send(ParentEnd& end, uint32_t operation, const Slots& slots) {
   without_gil([&] { send(end.parent, operation, slots.data, slots.count); });
 }
 
-void parent_forward(ParentEnd& end, const Slots& requests, const Slots& slots) {
-  without_gil([&] { forward(end.parent, requests.data, slots.data, slots.count); });
-}
-
 void parent_notify_worker(ParentEnd& end, uint32_t worker) {
   without_gil([&] { notify_worker(end.parent.board, worker); });
 }
@@ -78,7 +74,6 @@ void parent_close(ParentEnd& end) { end.marks.reset(); }
 
 PyMethodDef parent_methods[] = {
     define<parent_send>("send"),
-    define<parent_forward>("forward"),
     define<parent_notify_worker>("notify_worker"),
     define<parent_wait>("wait"),
     define<parent_mark_notices_seen>("mark_notices_seen"),

@@ -1,7 +1,7 @@
 """Interfaces of the workers of a pool and of their launchers, and the choice of the dispatch.
 
 A pool uses a `WorkerGroup`: `ProcessWorkers` (process.py) or `SerialWorkers` (serial.py). The former starts
-its workers by a `Launcher`, on this machine (fork.py, spawn.py) or elsewhere. A `Backend` (backend.py) makes
+its workers by a `Launcher` (fork.py, spawn.py). A `Backend` (backend.py) makes
 the group.
 """
 
@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -46,26 +46,11 @@ Slices: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Process(ABC):
-    """A worker process, here or on another machine."""
+    """A worker process of this machine."""
 
-    pid: Any = None  # of a process on this machine
+    pid: Any = None
     # Returns the end of an error message about its death.
     output_advice: Callable[[], str] = staticmethod(lambda: "Look at the worker's output on stderr.")
-
-    @property
-    def place(self) -> str:
-        """Location in words, such as "on node 10.0.0.2"; empty for this machine."""
-        return ""
-
-    @property
-    def missing(self) -> str:
-        """Reason why there is no process yet, with a remedy; empty if there is one or it will start soon."""
-        return ""
-
-    @property
-    def ahead(self) -> int:
-        """Nanoseconds by which the worker's monotonic clock is ahead of this process's clock."""
-        return 0
 
     def ended(self) -> bool:
         """Returns whether the process has ended."""
@@ -87,18 +72,11 @@ class Process(ABC):
 class Launcher(ABC):
     """A starter of worker processes, each of which then waits on its control socket for `Setup`."""
 
-    at_sockets: ClassVar[bool] = False  # whether serving workers read their sockets without a notice
-
-    def partition(self, slices: Slices) -> Slices:
-        """Returns the slots for which a dispatch wakes each worker; `slices` are the slots that it has."""
-        return slices
-
     @abstractmethod
     def launch(self, worker: int) -> tuple[Process, ParentChannel]:
         """Starts a worker or its replacement, and returns it with the parent's end of its control socket.
 
         Raises:
-            ConnectionError: The machine that should start it can't be reached any more.
             TimeoutError: It was not started in time.
             OSError: Memory, descriptors or processes are exhausted.
         """
@@ -108,7 +86,7 @@ class Launcher(ABC):
 
 
 def describe_exit(ended: bool, exitcode: int | None) -> tuple[int | None, str]:
-    """Returns `Process.ending` of a process on this machine."""
+    """Returns `Process.ending`, from whether the process has ended and its exit code."""
     if not ended:
         return None, "closed its control socket"  # still alive; the supervisor kills it
     if exitcode is None:
@@ -160,7 +138,6 @@ class WorkerGroup(ABC):
     incarnations: Sequence[int]  # number of replacements, per worker
     last_errors: Sequence[JaxvecError | None]  # of the latest replacement, per worker
     env_settings: EnvSettings | None  # for rebuilt envs; None if the pool does not recover from faults
-    maps_segment: bool = True  # whether the envs' processes share the memory of the segment with the pool
     takes_verbs: bool = False  # whether `send` takes the verbs of extensions
 
     @abstractmethod

@@ -78,13 +78,11 @@ class Diagnosis:
     def late_start_error(self, worker: int, timeout: float | None, ends: bool) -> EnvTimeoutError:
         """Returns the error of a replacement, or, if it `ends`, of a worker that is to be recycled."""
         name = self.name(worker)
-        process = self.processes[worker]
-        where = f": {why}" if (why := process.missing or (process.place and f"it is {process.place}")) else ""
         late = f"the replacement of {name} did not start"
         if ends:
             late = f"{name}, which is to be recycled, did not close its envs, or the next of them,"
         return EnvTimeoutError(
-            f"{late} within {timeout} s (Timeouts.start){where}"
+            f"{late} within {timeout} s (Timeouts.start)"
             + self._describe_built([worker])
             + self._describe_stacks([worker]),
             env_ids=tuple(range(*self._slices[worker])),
@@ -95,14 +93,6 @@ class Diagnosis:
     ) -> EnvTimeoutError:
         """Returns the error of an operation that `workers` delay, as for `Supervisor.time_out`."""
         env_ids = tuple(slot for worker in workers for slot in range(*self._slices[worker]))
-        missing = [worker for worker in workers if self.processes[worker].missing]
-        if missing and limits.limit == "start":
-            env_ids = tuple(slot for worker in missing for slot in range(*self._slices[worker]))
-            return EnvTimeoutError(
-                f"the workers of {name_envs(env_ids)} did not start within {limits.timeout} s "
-                f"(Timeouts.start): {self.processes[missing[0]].missing}",
-                env_ids=env_ids,
-            )
         activity = f"No reply from the workers of {name_envs(env_ids)}"
         running = {}
         if unfinished is not None:
@@ -115,9 +105,6 @@ class Diagnosis:
                 f"env {slot} (worker {self.worker_of(slot)}, {f'action {action}' if action else doing})"
                 for slot, (doing, action) in running.items()
             )
-        else:  # a remote worker may be slow because of its node
-            places = [f"worker {late} {it}" for late in workers if (it := self.processes[late].place)]
-            activity += f" ({', '.join(places)} has not answered)" if places else ""
         activity += self._describe_built(workers)
         advice = f"Raise Timeouts({limits.limit}=...)"
         if limits.name == "constructor":

@@ -150,12 +150,10 @@ class ProcessWorkers(WorkerGroup):
         """Starts the workers and waits until every env is built; raises as `wait`."""
         budget = Budget(recipe.config.restart, len(recipe.slices))
         self._slices = recipe.slices
-        self._launcher = launcher
         self._kind = _dispatch_of(recipe)
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
         self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
         self.incarnations, self.last_errors = supervisor.incarnations, supervisor.last_errors
-        self.maps_segment = not launcher.at_sockets
         try:
             self.description = supervisor.build(learn_info=learn_info)
         except BaseException:
@@ -176,14 +174,14 @@ class ProcessWorkers(WorkerGroup):
         self._spec = spec
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
-        self.takes_verbs = self.maps_segment and not self._objects_in
+        self.takes_verbs = not self._objects_in
         marks, channels = Marks.of(arrays), self.supervisor.channels
-        partition = self._launcher.partition(self._slices)
-        self._dispatch = parent_end(self._kind, marks, slices=partition, channels=channels, spin_ns=spin_ns)
+        self._dispatch = parent_end(
+            self._kind, marks, slices=self._slices, channels=channels, spin_ns=spin_ns
+        )
         self._arrays = arrays
         self._running = arrays["running",][:, 0].copy()  # at the last look; guarded by `polling`
-        if not self._launcher.at_sockets:
-            self.supervisor.notify_worker = self._dispatch.notify_worker
+        self.supervisor.notify_worker = self._dispatch.notify_worker
         return arrays
 
     def open_engine(self, config: EngineConfig) -> Engine:
@@ -261,8 +259,7 @@ class ProcessWorkers(WorkerGroup):
         for worker, answer in enumerate(answers):
             if isinstance(answer, JaxvecError):
                 losses.append((worker, Loss(str(answer), time.monotonic_ns())))
-            ahead = self.supervisor.ahead(worker)
-            trace = answer.earlier(ahead) if isinstance(answer, Trace) else Trace([])
+            trace = answer if isinstance(answer, Trace) else Trace([])
             traces.append(replace(trace, losses=tuple(loss for loser, loss in losses if loser == worker)))
         return traces
 

@@ -60,8 +60,7 @@ _logger = logging.getLogger("jaxvec")
 # - One thread polls at a time (`polling`). Only this thread lets a worker recover, replaces it, or raises the
 #   error that ends the pool. So two threads never replace the same worker.
 # - A requesting thread sleeps outside of that lock, on the sockets that no other thread reads. So it blocks
-#   no poll and loses no message. Remote workers share one descriptor: there it also wakes for messages to
-#   other threads, which wake as well.
+#   no poll and loses no message.
 # - The polling thread may replace a worker before its request is sent. Under the channel's `sending` lock, it
 #   then removes the worker from `_requested`, and the requester checks `_requested` before it sends. So a new
 #   worker never gets a request to the old one, and a reply never belongs to another request.
@@ -107,7 +106,7 @@ class Supervisor:
         # Wakes a serving worker that sleeps on a futex, and so would not notice a message on its socket.
         self.notify_worker: Callable[[int], None] = lambda worker: None
         self._poll_object = select.poll()
-        self._by_fd: dict[int, list[int]] = {}  # remote workers share descriptors
+        self._worker_by_descriptor: dict[int, int] = {}
         self._request_locks = FairLocks()  # a resource is the index of a worker
         self._poll_lock = FairLocks()  # of one resource, `None`
         # Name of the user's request that each worker has yet to answer, "" for one of the pool's own. A
@@ -128,7 +127,7 @@ class Supervisor:
                 process, channel = self._launch(worker)
                 self._processes.append(process)
                 self.channels.append(channel)
-                self._by_fd.setdefault(channel.fileno(), []).append(worker)
+                self._worker_by_descriptor[channel.fileno()] = worker
                 self._poll_object.register(channel, select.POLLIN)
         except BaseException:
             self.close(timeout=0)
@@ -197,7 +196,7 @@ class Supervisor:
                     self._send(
                         worker, protocol.Request(MethodName.of(Slice.stop_trace), _pickle("", ())), deadline
                     )
-            except EOFError:  # a remote worker's end of file is received only once, perhaps earlier
+            except EOFError:
                 answers[worker] = self._died_error(worker)
         deadline = max(deadline, time.monotonic() + _BROKEN_REPLY_TIMEOUT / 10)  # sends may have used it up
         while len(answers) < len(workers) and (seconds := time_left(deadline)):
@@ -478,8 +477,6 @@ class Supervisor:
         old.wait(timeout=1)  # a process that is stuck in a system call ends later
         try:
             processes[worker], channel = self._launch(worker)
-        except ConnectionError as lost:
-            raise error or self._died_error(worker) from lost
         except JaxvecError as failed:
             raise failed from error
         channels[worker] = channels[worker].replace(channel)
@@ -496,8 +493,7 @@ class Supervisor:
             self._send(worker, setup, deadline, self._buffers.descriptors)
 
     def _make_setup(self, worker: int, *, learn_info: bool) -> protocol.Setup:
-        buffers = None if self._launcher.at_sockets else self._buffers  # elsewhere, there is no such memory
-        return protocol.make_setup(self._recipe, worker, learn_info=learn_info, buffers=buffers)
+        return protocol.make_setup(self._recipe, worker, learn_info=learn_info, buffers=self._buffers)
 
     def _check_open(self) -> None:
         if self._ending:
@@ -507,8 +503,6 @@ class Supervisor:
         env_ids, name = tuple(range(*self._recipe.slices[worker])), self.diagnosis.name(worker)
         try:
             return self._launcher.launch(worker)
-        except ConnectionError:  # an OSError, but of the launcher as a whole
-            raise
         except TimeoutError as error:
             limit = f"{self._recipe.config.timeouts.start} s (Timeouts.start)"
             raise EnvTimeoutError(f"{name} did not start within {limit}: {error}", env_ids=env_ids) from error
@@ -616,8 +610,8 @@ class Supervisor:
             # worker is reaped, its pid can't belong to another process.
             for process in processes:
                 stack.callback(process.end)
-            # A new list, as `kill` may iterate the old one. Remote workers keep the segment, so all drop it.
-            self._processes, self.channels, self._by_fd = [], [], {}
+            # A new list, as `kill` may iterate the old one.
+            self._processes, self.channels, self._worker_by_descriptor = [], [], {}
             self.diagnosis.processes = []
             self.diagnosis.arrays = None
             self._segment, self.notify_worker = -1, lambda worker: None
@@ -629,7 +623,7 @@ class Supervisor:
             channel.shut()
             self.notify_worker(worker)
         unclosed = {worker: set(range(*slots)) for worker, slots in enumerate(self._recipe.slices)}
-        still_open = {worker for workers in self._by_fd.values() for worker in workers}
+        still_open = set(self._worker_by_descriptor.values())
         while still_open:
             remaining = time_left(deadline)  # before the poll, which then sees messages sent by the deadline
             readable = self._readable(self._make_poll(still_open), min(remaining, DEATH_CHECK_INTERVAL))
@@ -664,10 +658,6 @@ class Supervisor:
     def pids(self) -> list[int | None]:
         return [process.pid for process in self._processes]
 
-    def ahead(self, worker: int) -> int:
-        """Returns by how many nanoseconds a worker's monotonic clock is ahead of this process's clock."""
-        return self._processes[worker].ahead
-
     def _send(
         self, worker: int, message: Any, deadline: float | None, descriptors: Sequence[int] = ()
     ) -> None:
@@ -685,14 +675,7 @@ class Supervisor:
 
     def _readable(self, poll: select.poll, seconds: float) -> list[int]:
         """Waits for at most `seconds`, and returns the workers with a message or an end of file."""
-        ready = [self._by_fd[fd] for fd, _ in poll.poll(seconds * 1000)]
-        # A shared descriptor does not show which of its workers it is readable for.
-        return [
-            worker
-            for workers in ready
-            for worker in workers
-            if len(workers) == 1 or self.channels[worker].readable()
-        ]
+        return [self._worker_by_descriptor[descriptor] for descriptor, _ in poll.poll(seconds * 1000)]
 
     def _died_error(self, worker: int) -> WorkerDiedError:
         return self.diagnosis.died_error(worker, self._requested.get(worker))

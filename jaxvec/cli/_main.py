@@ -446,7 +446,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxvec",
         description="Diagnose this installation or a program; check or benchmark an env; start a program.",
-        epilog=f"Another command, worker, serves envs of remote pools: see its --help.\n\n{EXIT_CODES}",
+        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxvec {jaxvec.__version__}")

@@ -41,8 +41,7 @@ def look(pid: int) -> list[dict[str, Any]]:
                 workers.append({"pool": pool, "envs": envs.get(worker, "?"), **asdict(process), **counters})
     if not workers:
         raise UsageError(
-            f"process {pid} has no workers of jaxvec on this machine; a pool with backend='serial' has none, "
-            "and those on a Ray cluster belong to the tasks' processes"
+            f"process {pid} has no workers of jaxvec on this machine; a pool with backend='serial' has none"
         )
     return sorted(workers, key=lambda worker: -worker["memory"])
 

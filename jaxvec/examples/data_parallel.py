@@ -12,9 +12,8 @@ at 0:
     python -m jaxvec.examples.data_parallel --name NAME --coordinator HOST:PORT --num-processes 2 \
         --process-id 0
 
-With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`. The first process
-writes `runs/NAME`, with metrics and env states of all processes. To resume it, all machines need that folder.
-Ctrl-C saves, and ends all processes.
+The first process writes `runs/NAME`, with metrics and env states of all processes. To resume it, all machines
+need that folder. Ctrl-C saves, and ends all processes.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class Config(Options):
 
     num_envs: int = 16  # number of envs per process
     num_workers: int | None = None  # number of worker processes per process
-    backend: str = "process"  # where workers run: process (this machine) or ray
     num_steps: int = 32  # steps of each env in an update
     total_steps: int = 307_200  # env steps of all processes, rounded up to whole updates
 
@@ -151,7 +149,7 @@ def train(config: Config, run: TrainingRun) -> None:
     )
     # Joins the parts of all processes along the env axis, into global arrays and one global handle.
     join = partial(jax.make_array_from_process_local_data, NamedSharding(mesh, SPLIT))
-    with run.make(video=0 if process or config.evaluate else config.video, backend=config.backend) as envs:
+    with run.make(video=0 if process or config.evaluate else config.video) as envs:
         handle, timestep = jaxvec.reset(envs, seed=config.seed + process * config.num_envs)
         none = jnp.full_like(timestep.info["episode_return"], jnp.nan)
         key, num_actions = jax.random.key(config.seed), envs.single_action_space.n  # pyright: ignore[reportAttributeAccessIssue]

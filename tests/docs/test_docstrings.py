@@ -33,7 +33,6 @@ NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np":
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
 NO_EXAMPLE = {f"jaxvec.{name}": "docs/developers/error_examples.md has them" for name in _errors.__all__}
 NOT_RUN = {
-    "jaxvec.Ray": "needs a cluster",
     "jaxvec.Rollout": "needs a cluster; tests/ray/test_rollouts.py makes rollouts",
     "jaxvec._backends.ray.rollouts.RolloutStats": "needs a cluster",
     "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",

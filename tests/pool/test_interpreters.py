@@ -255,8 +255,6 @@ def test_it_needs_worker_processes_of_this_machine():
     workers = jaxvec.Workers(python=sys.executable)
     with pytest.raises(ValueError, match=r"Workers\(python=\.\.\.\) needs worker processes"):
         jaxvec.make("CartPole-v1", 2, workers=workers, backend="serial")
-    with pytest.raises(ValueError, match=r'use Ray\(options=\{"runtime_env"'):
-        jaxvec.make("CartPole-v1", 2, workers=workers, backend="ray")
 
 
 def test_code_of_another_python_is_refused(monkeypatch):

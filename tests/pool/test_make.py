@@ -297,7 +297,7 @@ BAD = [
     ((["CartPole-v1"] * 2,), {}, TypeError, r"write functools.partial\(gymnasium.make, 'CartPole-v1'\)"),
     (([gymnasium.spec("CartPole-v1")],), {}, TypeError, r"partial\(gymnasium.make, 'CartPole-v1'\)"),
     ((lambda a, b: CountingEnv(), 2), {}, TypeError, r"requires the arguments \['a', 'b'\]"),
-    ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process", "serial", "ray"'),
+    ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process", "serial"'),
     (
         (CountingEnv, 2),
         {"autoreset_mode": "SOMETIMES"},

@@ -484,7 +484,6 @@ def test_wrong_options_name_the_leaf(make):
     [
         ({"spare_envs": 1}, "a spare env is reset before the options"),
         ({"envs_per_instance": 2}, "a batched env"),
-        ({"backend": "ray", "states": 3}, "only with workers on this machine"),
         ({"reset_options": {"size": 3}}, r"must be a gymnasium\.spaces\.Dict"),
         (
             {"reset_options": spaces.Dict({"name": spaces.Sequence(spaces.Text(3))})},

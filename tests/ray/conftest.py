@@ -1,23 +1,16 @@
-"""Hosts on a Ray cluster, hosts that dial in, and pools over both."""
+"""A Ray cluster, which is simulated on this machine."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-import cloudpickle
 import psutil
 import pytest
-from support import state_game
-from support.disasters import PATIENCE, wait_until
+from support.disasters import wait_until
 from support.probe import fork
 from support.scripts import leftovers
-
-import jaxvec
 
 MARKS = [
     pytest.mark.timeout(300),
@@ -28,9 +21,6 @@ MARKS = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-KEY = b"a key that the hosts have, too"
-
-cloudpickle.register_pickle_by_value(state_game)
 
 
 def pytest_collection_modifyitems(items):
@@ -70,73 +60,3 @@ def running_cluster():
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-@pytest.fixture
-def make_on_ray(make, cluster):
-    """Yields `make` for pools on the cluster, of two workers at two hosts."""
-    # A task has an interpreter of Ray's, which takes a minute to start where everything is busy.
-    return partial(make, backend=jaxvec.Ray(hosts=2), num_workers=2, start_timeout=200, step_timeout=200)
-
-
-class Hosts:
-    """A listener, and processes `jaxvec worker` that dial in to it."""
-
-    def __init__(self, key_file, **options):
-        self.key_file = key_file
-        key_file.write_bytes(KEY + b"\n")
-        self.remote = jaxvec.Remote(listen="127.0.0.1:0", hosts=2, key=KEY, **options)
-        self.processes = []
-
-    def start(self, *more, key_file=None):
-        command = [sys.executable, "-m", "jaxvec", "worker", "--connect", self.remote.address]
-        command += ["--key-file", str(key_file or self.key_file), *more]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.processes.append(process)
-        return process
-
-    def close(self):
-        self.remote.close()
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate(timeout=PATIENCE)
-
-
-@pytest.fixture
-def start_hosts(tmp_path):
-    """Yields `Hosts`, and ends all that it made."""
-    made = []
-
-    def start_hosts(**options):
-        made.append(Hosts(tmp_path / "key", **options))
-        return made[-1]
-
-    yield start_hosts
-    for hosts in made:
-        hosts.close()
-
-
-@pytest.fixture
-def hosts(start_hosts):
-    return start_hosts()
-
-
-@pytest.fixture
-def make_remote(make, hosts):
-    """Yields `make` for pools of two workers at two hosts that dial in."""
-    for _ in range(2):
-        hosts.start()
-    return partial(make, backend=hosts.remote, num_workers=2, start_timeout=PATIENCE, step_timeout=PATIENCE)
-
-
-@pytest.fixture(params=["Ray", "worker"])
-def make_at_hosts(request):
-    return request.getfixturevalue({"Ray": "make_on_ray", "worker": "make_remote"}[request.param])
-
-
-@pytest.fixture
-def spare_host(request):
-    """Lets a host dial in that may replace another one; Ray starts one by itself."""
-    if request.node.callspec.params["make_at_hosts"] == "worker":
-        request.getfixturevalue("hosts").start()

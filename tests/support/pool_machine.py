@@ -315,7 +315,6 @@ class ProgramFace:
 class PoolMachine(RuleBasedStateMachine):
     """The state machine. `dead` has killed workers whose death no call can have noticed yet."""
 
-    hosts = 0  # at most, on a Ray cluster
     folder: tempfile.TemporaryDirectory[str] | None = None
     envs: jaxvec.VectorEnv | None = None
     checks = 0
@@ -343,7 +342,6 @@ class PoolMachine(RuleBasedStateMachine):
             num_workers=len(slices),
             batch_size=self.batch_size,
             recv_order="sent",
-            backend=jaxvec.Ray(hosts=min(len(slices), self.hosts)) if self.hosts else "process",
             dispatch=dispatch,
             transport="auto" if face == "host" else face,
             autoreset_mode=mode,
@@ -508,7 +506,6 @@ class PoolMachine(RuleBasedStateMachine):
             self.check(self.face.step(actions))
 
     @idle
-    @precondition(lambda self: not self.hosts)
     @rule(data=st.data())
     def kill(self, data):
         number = data.draw(st.integers(0, len(self.workers) - 1))

@@ -17,11 +17,6 @@ import jaxvec
 from jaxvec import _errors, _native, _settings, _stats, _tracing, _util
 from jaxvec._arguments import check_action
 from jaxvec._backends.other_python import foreign_env
-from jaxvec._backends.ray import backend as ray_backend
-from jaxvec._backends.remote import host, link, wire
-from jaxvec._backends.remote.host import WorkerHost
-from jaxvec._backends.remote.link import RemoteWorker, WakePipe
-from jaxvec._backends.remote.wire import MESSAGE, HostLostError, Listener, ProcessEnd, WorkerMessage, dial
 from jaxvec._dispatch import dispatch
 from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.engine import Engine, PendingEnvs
@@ -149,16 +144,6 @@ def local_slice(envs: jaxvec.VectorEnv | Pool) -> Any:
 def steps_in_process(envs: jaxvec.VectorEnv | Pool) -> list[int]:
     """Returns the steps in the episodes of a serial pool's `CountingEnv`s, even if the pool is broken."""
     return [env.unwrapped.steps for env in workers(envs)._envs]
-
-
-def partition(envs: jaxvec.VectorEnv | Pool) -> Any:
-    """Returns `(first, stop)` of each worker of a pool on Ray."""
-    return workers(envs)._slices
-
-
-def links(envs: jaxvec.VectorEnv | Pool) -> list[Any]:
-    """Returns the links to the actors of a pool on Ray."""
-    return list(workers(envs)._launcher._links.values())
 
 
 # --- Slices and compatibility APIs ----------------------------------------------------------------------

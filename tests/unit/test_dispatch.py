@@ -113,35 +113,6 @@ def test_a_worker_takes_what_is_asked_for_by_other_verbs_apart(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data(), num_envs=st.integers(1, 12))
-def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, num_envs):
-    num_workers = data.draw(st.integers(1, num_envs))
-    (here, slices), (there, _) = (board(num_envs, num_workers) for _ in range(2))
-    ends = [
-        base.parent_end(kind, marks, slices=slices, channels=[LoopbackChannel() for _ in slices], spin_ns=0)
-        for marks in (here, there)
-    ]
-    slots = np.array(data.draw(st.permutations(range(num_envs))))
-    cut = data.draw(st.integers(0, num_envs))
-    for part in (slots[:cut], slots[cut:]):
-        if part.size:
-            ends[0].send(data.draw(st.sampled_from(REQUESTED)), part)
-    ends[1].forward(here.requested, np.arange(num_envs))
-    for worker, own in enumerate(slices):
-        told = [
-            base.worker_end(kind, marks, worker=worker, slots=own, channel=LoopbackChannel(), spin_ns=0)
-            for marks in (here, there)
-        ]
-        while not told[0].idle():
-            made, passed = (end.receive() for end in told)
-            assert (made.verb, made.slots.tolist()) == (passed.verb, passed.slots.tolist())
-            for end, work in zip(told, (made, passed), strict=True):
-                end.post(work.slots.copy())
-    assert not ends[0].unfinished().size
-    assert not ends[1].unfinished().size
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (7, 3), (64, 20)])
 def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers):
     envs = make(CountingEnv, num_envs, num_workers=num_workers, dispatch=kind, episode_length=11)

@@ -1,1 +1,1 @@
-"""Workers and whole rollouts on other nodes of a Ray cluster."""
+"""Envs and whole rollouts on the nodes of a Ray cluster."""

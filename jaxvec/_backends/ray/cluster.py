@@ -16,8 +16,8 @@ def connect() -> Any:
         _version()
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError(f'backend="ray" needs Ray: {install_command("ray")}') from error
-    check_versions('backend="ray"', "ray")
+        raise ImportError(f"a Ray cluster needs Ray: {install_command('ray')}") from error
+    check_versions("a Ray cluster", "ray")
     if not ray.is_initialized():
         ray.init()
     return ray

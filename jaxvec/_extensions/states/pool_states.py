@@ -371,7 +371,6 @@ class PoolStates(PoolExtension):
         if isinstance(sources, np.ndarray):
             rest = self._dispatch(pool, active, Verb.RESTORE, slots, sources)
             sources = sources.tolist()
-        far = None if pool.workers.maps_segment else rows  # workers on other nodes need copies of the rows
         self._request(
             pool,
             SliceStates.restore,
@@ -380,7 +379,6 @@ class PoolStates(PoolExtension):
                 slots[rest[mine]].tolist(),
                 [sources[place] for place in rest[mine]],
                 self.table.oldest,
-                None if far is None else [row[rest[mine]] for row in far],
             ),
         )
 

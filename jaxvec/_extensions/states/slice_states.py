@@ -87,7 +87,7 @@ class SliceStates(SliceExtension):
         indices = slots - self._first
         with suppress(BaseException):
             sources = self._numbers[indices].tolist()
-            if self.restore(slots.tolist(), sources, int(self._oldest[0]), None) is None:
+            if self.restore(slots.tolist(), sources, int(self._oldest[0])) is None:
                 self._numbers[indices] = 0
 
     def try_simulate(self, slots: NDArray[Any]) -> None:
@@ -131,16 +131,10 @@ class SliceStates(SliceExtension):
                 self._running[0] = 0
             self._table.add(numbers, states)
 
-    def restore(
-        self,
-        slots: Sequence[int],
-        sources: Sequence[int | bytes],
-        oldest: int,
-        rows: Sequence[NDArray[Any]] | None,
-    ) -> LostStates | None:
+    def restore(self, slots: Sequence[int], sources: Sequence[int | bytes], oldest: int) -> LostStates | None:
         """Restores a state, given by its number or its bytes, into each of `k` envs.
 
-        `rows` are the leaves of the states' time steps, `[k, ...]` each; `None` if the parent writes them.
+        The parent writes the rows of their time steps.
 
         Raises:
             EnvFailure: A state can't be restored. The envs before it have been restored.
@@ -163,8 +157,6 @@ class SliceStates(SliceExtension):
             finally:
                 self._running[0] = 0
                 self._received.clear()
-            if rows is not None:
-                self._slice.rows.put(np.array(slots) - self._first, rows)
             return None
 
     def simulate(
