@@ -1,49 +1,66 @@
-"""Parts that several compatibility APIs share: the base class of single envs, and conversions of info."""
+"""Parts that several compatibility APIs share: the start of a pool, and conversions of info."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from gymnasium.vector import AutoresetMode
 
+from jaxvec import _start
 from jaxvec._errors import EnvError
+from jaxvec._leaves import as_is
+from jaxvec._options import AutoresetName, PoolConfig, Timeouts
 from jaxvec._results import TimeStep, select
 from jaxvec._spec import STATISTICS
 from jaxvec._vector_env import VectorEnv
-from jaxvec.compat._family import EnvFamily
 
 
-class PooledEnv:
-    """Base class of the APIs of single envs. Owns the pools of its `EnvFamily`.
+def start_pool(
+    env_fns: Sequence[Callable[[], Any]],
+    *,
+    autoreset_mode: AutoresetName | AutoresetMode,
+    equal_spaces: bool = False,
+    shares_values: bool = False,
+    **options: Any,
+) -> VectorEnv:
+    """Starts a pool for the class of another library, which it serves as the library's own class does.
 
-    The pools are closed by `close`, by `with`, or when the env is garbage-collected. A compiled function
-    keeps a reference to the env.
+    Observations keep the envs' dtypes, and are cast as NumPy does. Those without a fixed shape are Python
+    objects. No env has to be reset before its first step, and there are no time limits.
+
+    Args:
+        env_fns: Constructor of each env.
+        autoreset_mode: Autoreset mode of the pool.
+        equal_spaces: True if bounds of observations and rewards must be equal in all envs.
+        shares_values: True if envs in this process get the caller's objects in calls, attributes and reset
+            options, not copies.
+        **options: Further options of `jaxvec.make`, which take precedence over the above.
+
+    Returns:
+        The pool. `_vector_env.pool_of` returns its `Pool`, whose methods take arrays as they are.
+
+    Raises:
+        TypeError: An option is not one of `jaxvec.make`.
+        JaxvecError: Any error of `jaxvec.make`.
     """
-
-    def __init__(self, family: EnvFamily) -> None:
-        self._family = family
-
-    @property
-    def pools(self) -> Mapping[int, VectorEnv]:
-        """The pools started so far, by their number of envs. They offer `stats`, `infos`, `call` and more."""
-        return self._family.pools
-
-    def raise_if_failed(self) -> None:
-        """Raises the typed error behind a failure of a compiled program, if there was one."""
-        self._family.raise_if_failed()
-
-    def close(self) -> None:
-        """Closes all pools. May be called more than once."""
-        self._family.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Closes all pools. Raises a pool's typed error if a program failed because of that pool."""
-        self._family.__exit__(*error)
+    if unknown := options.keys() - {field.name for field in dataclasses.fields(PoolConfig)}:
+        raise TypeError(f"unknown options {sorted(unknown)}; the options are those of jaxvec.make")
+    defaults: dict[str, Any] = {"timeouts": Timeouts(None, None, None), "check": "cast"}
+    return _start.start(
+        list(env_fns),
+        None,
+        PoolConfig(autoreset_mode=autoreset_mode, **defaults | options),
+        env_kwargs={},
+        policy=as_is,
+        objects=True,
+        equal_spaces=equal_spaces,
+        resets_required=False,
+        shares_values=shares_values,
+    )
 
 
 def max_episode_steps(envs: VectorEnv) -> int | None:

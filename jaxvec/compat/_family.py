@@ -154,3 +154,34 @@ _enable_x64: Any = _place.enable_x64
 
 def _first(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+class PooledEnv:
+    """Base class of the APIs of single envs. Owns the pools of its `EnvFamily`.
+
+    The pools are closed by `close`, by `with`, or when the env is garbage-collected. A compiled function
+    keeps a reference to the env.
+    """
+
+    def __init__(self, family: EnvFamily) -> None:
+        self._family = family
+
+    @property
+    def pools(self) -> Mapping[int, VectorEnv]:
+        """The pools started so far, by their number of envs. They offer `stats`, `infos`, `call` and more."""
+        return self._family.pools
+
+    def raise_if_failed(self) -> None:
+        """Raises the typed error behind a failure of a compiled program, if there was one."""
+        self._family.raise_if_failed()
+
+    def close(self) -> None:
+        """Closes all pools. May be called more than once."""
+        self._family.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Closes all pools. Raises a pool's typed error if a program failed because of that pool."""
+        self._family.__exit__(*error)

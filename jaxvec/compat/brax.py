@@ -27,8 +27,7 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._results import TimeStep
 from jaxvec._util import import_optional
 from jaxvec.callbacks._handle import Handle
-from jaxvec.compat._base import PooledEnv
-from jaxvec.compat._family import EnvFamily
+from jaxvec.compat._family import EnvFamily, PooledEnv
 
 __all__ = ["Env", "make", "wrap"]
 

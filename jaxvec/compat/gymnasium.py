@@ -27,7 +27,7 @@ from gymnasium.vector.utils import batch_differing_spaces, create_shared_memory,
 from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 
-from jaxvec import _start, _vector_env
+from jaxvec import _vector_env
 from jaxvec._arguments import EXACT, check_action, expand_seeds
 from jaxvec._dispatch.move import Caller, Verb
 from jaxvec._envs.constructors import load_from_main
@@ -39,12 +39,13 @@ from jaxvec._errors import (
     PoolClosedError,
     SpaceMismatchError,
 )
-from jaxvec._leaves import Leaf, Node, as_is, fold_space, map_leaves
+from jaxvec._leaves import Leaf, Node, fold_space, map_leaves
 from jaxvec._memory.segment import Copies, Rows, views
-from jaxvec._options import AutoresetName, PoolConfig, Timeouts
+from jaxvec._options import AutoresetName
 from jaxvec._spec import Autoreset, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
 from jaxvec._vector_env import pool_of
+from jaxvec.compat._base import start_pool
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]
 
@@ -151,7 +152,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         shared_memory: bool,
         **options: Any,
     ) -> None:
-        """Starts the pool. `options` are arguments of `jaxvec.make`."""
+        """Starts the pool. `options` are those of `start_pool`."""
         super().__init__()
         _check_mode(observation_mode)
         self._as_gymnasium = _AsGymnasium(type(self).__name__)
@@ -320,7 +321,9 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> _vector_env.VectorEnv:
         name, mode = type(self).__name__, self.observation_mode
         try:
-            return start_pool(env_fns, self._autoreset.name, options, equal_spaces=mode == "same")
+            return start_pool(
+                env_fns, autoreset_mode=self._autoreset.name, equal_spaces=mode == "same", **options
+            )
         except SpaceMismatchError as error:
             if "action space" in str(error):
                 raise RuntimeError(f"Some environments have another action space: {error}") from error
@@ -337,33 +340,6 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             raise RuntimeError(f"{name}(..., observation_mode={reason} {error}") from error
         except EnvError as error:
             raise_original(error)
-
-
-def start_pool(
-    env_fns: Sequence[Callable[[], Any]],
-    autoreset_mode: AutoresetName | AutoresetMode,
-    options: dict[str, Any],
-    *,
-    equal_spaces: bool,
-) -> _vector_env.VectorEnv:
-    """Starts a pool with the envs' own dtypes, pickled objects, no required resets and no timeouts."""
-    options = dict(options)
-    shares_values = options.pop("shares_values", False)  # of the classes without processes
-    if unknown := options.keys() - {field.name for field in dataclasses.fields(PoolConfig)}:
-        raise TypeError(f"unknown options {sorted(unknown)}; the options are those of jaxvec.make")
-    # As the originals, which have no time limits, and cast observations as NumPy does.
-    options = {"timeouts": Timeouts(None, None, None), "check": "cast", **options}
-    return _start.start(
-        list(env_fns),
-        None,
-        PoolConfig(autoreset_mode=autoreset_mode, **options),
-        env_kwargs={},
-        policy=as_is,
-        objects=True,
-        equal_spaces=equal_spaces,
-        resets_required=False,
-        shares_values=shares_values,
-    )
 
 
 def _row(node: Node, value: Any, index: int) -> Any:

@@ -22,8 +22,7 @@ from jax.custom_batching import custom_vmap
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat import _base, _spaces
-from jaxvec.compat._base import PooledEnv
-from jaxvec.compat._family import EnvFamily
+from jaxvec.compat._family import EnvFamily, PooledEnv
 
 __all__ = ["EnvParams", "EnvState", "Environment", "evaluate", "make"]
 

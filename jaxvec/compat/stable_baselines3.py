@@ -29,8 +29,8 @@ from jaxvec._memory.segment import Copies, Rows
 from jaxvec._options import Workers
 from jaxvec._spec import PoolSpec
 from jaxvec._vector_env import VectorEnv, pool_of
+from jaxvec.compat._base import start_pool
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
-from jaxvec.compat.gymnasium import start_pool
 
 __all__ = ["DummyVecEnv", "SubprocVecEnv"]
 
@@ -55,11 +55,11 @@ class _PooledVecEnv(_VecEnv):
     """A `stable_baselines3.common.vec_env.VecEnv` over a pool. Abstract."""
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], options: dict[str, Any]) -> None:
-        """Starts the pool. `options` are arguments of `jaxvec.make`."""
+        """Starts the pool. `options` are those of `start_pool`."""
         for name in _FIXED_OPTIONS & options.keys():
             raise TypeError(f"{name} can't be set here: every step is of all envs, with SAME_STEP autoreset")
         with _AS_RAISED:
-            self.pool: VectorEnv = start_pool(env_fns, AutoresetMode.SAME_STEP, options, equal_spaces=False)
+            self.pool: VectorEnv = start_pool(env_fns, autoreset_mode=AutoresetMode.SAME_STEP, **options)
         spec = self.pool.spec
         places = {leaf.path: place for place, leaf in enumerate(spec.timestep_leaves)}
         self._num_obs, self._deliver = places["reward",], Copies(unread=spec.statistics)
