@@ -198,7 +198,7 @@ def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
             f"batch_size {batch_size} is below num_envs ({num_envs}) and needs envs that reset themselves; "
             "choose another autoreset_mode than DISABLED"
         )
-    return int(batch_size)
+    return batch_size
 
 
 def _learn(keys: list[str], description: Description) -> dict[str, Any]:

@@ -163,6 +163,7 @@ def decode(tree: Mapping[str, Any]) -> Any:
 
 
 def _text_node(dtype: Any, max_length: int = 1) -> Node:
+    # `walk` stores the characters of a `Text` space as uint8 if its charset is within Latin-1, else as int32.
     charset = "a" if np.dtype(dtype) == np.uint8 else "\u0100"
     return walk(spaces.Text(max_length, charset=charset), root=("text",), policy=as_is, sizes=MaxSizes({}))
 

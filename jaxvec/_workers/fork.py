@@ -293,10 +293,6 @@ class Forker:
             return server.close()
 
 
-def server_pids() -> set[int]:
-    return {server.pid for server in _servers.values()}
-
-
 @atexit.register
 def end_all() -> None:
     """Ends the servers. A pool that needs one starts a new one."""

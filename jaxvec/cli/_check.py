@@ -20,12 +20,11 @@ from jaxvec.spaces import pad
 
 OK, FAIL, WARN, NOT_RUN = "ok", "FAIL", "warn", "not run"
 
-_BUILDS, _SPACES, _DATA, _REPRODUCIBLE = _STAGES = (
-    "the constructor returns a gymnasium.Env",
-    "its spaces have fixed shapes, and dtypes that JAX supports",
-    "reset and step return data that match the spaces",
-    "equal seeds and actions give equal data",
-)
+_BUILDS = "the constructor returns a gymnasium.Env"
+_SPACES = "its spaces have fixed shapes, and dtypes that JAX supports"
+_DATA = "reset and step return data that match the spaces"
+_REPRODUCIBLE = "equal seeds and actions give equal data"
+_STAGES = (_BUILDS, _SPACES, _DATA, _REPRODUCIBLE)  # in their order
 _WORKER = "it runs in a worker process"
 _ISOLATED = "two envs of one process give the same data as each alone"
 _NO_JAX = "workers with it do not import JAX"

@@ -246,7 +246,7 @@ resource.setrlimit(resource.{limit}, limits)
 gc.collect()
 if not {kept}:
     _fork.end_all()
-left = len(process.children(recursive=True)) - len(_fork.server_pids())
+left = len(process.children(recursive=True)) - len(_fork._servers)
 print(process.num_fds() - fds, left, open("/proc/self/maps").read().count("memfd:jaxvec"))
 envs = make()
 print(envs.reset().obs.shape)

@@ -17,6 +17,7 @@ import pytest
 from support import probe
 from support.disasters import wait_until
 from support.probe import fork as _fork
+from support.probe import fork_servers
 from support.scripts import gone
 from test_start_methods import FREE, AskedEnv, ask, methods, server
 
@@ -98,9 +99,9 @@ os.fork = refuse
 """)
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"num_workers": 2, "workers": jaxvec.Workers(preload=["no_forks"]), "on_fault": FREE}
-    others = _fork.server_pids()
+    others = fork_servers()
     make(AskedEnv, 2, **options).close()
-    (server,) = _fork.server_pids() - others
+    (server,) = fork_servers() - others
     descriptors = len(os.listdir(f"/proc/{server}/fd"))
     envs = make(AskedEnv, 2, **options)
     envs.reset(seed=0)

@@ -21,7 +21,7 @@ import pytest
 from support import probe
 from support.disasters import PATIENCE, Background, wait_until_dead
 from support.probe import fork as _fork
-from support.probe import forkserver
+from support.probe import fork_servers, forkserver
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -358,7 +358,7 @@ def test_servers_without_pools_are_few():
         jaxvec.make(CountingEnv, 1, workers=jaxvec.Workers(env={"NUMBER": str(number)})).close()
     idle = [each for each in _fork._servers.values() if not each.users]
     assert len(idle) <= _fork._MAX_IDLE
-    assert all(psutil.pid_exists(pid) for pid in _fork.server_pids())
+    assert all(psutil.pid_exists(pid) for pid in fork_servers())
 
 
 def test_a_server_with_an_unread_answer_outlives_its_program_and_its_workers(make):

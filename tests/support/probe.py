@@ -162,3 +162,8 @@ def committed_rows(env_slice: Any) -> Any:
 def slots(env_slice: Any) -> Any:
     """Returns the `SlotEnvs` of an `EnvSlice`."""
     return env_slice.slots
+
+
+def fork_servers() -> set[int]:
+    """Returns the process ids of this program's fork servers."""
+    return {server.pid for server in fork._servers.values()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 from support.disasters import PATIENCE, Way
-from support.probe import fork
+from support.probe import fork_servers
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -87,7 +87,7 @@ def read_pids(script: subprocess.Popen[str]) -> list[int]:
 
 def workers() -> list[psutil.Process]:
     """Returns the existing workers of this process, and the processes that their envs started."""
-    kept = fork.server_pids()
+    kept = fork_servers()
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in kept]
 
 
