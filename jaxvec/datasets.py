@@ -66,7 +66,8 @@ class Recorder:
         Raises:
             ValueError: The pool has `batch_size`, or no `final_obs`.
         """
-        self._spec, num_envs = envs.spec, envs.num_envs
+        self._spec = envs.spec
+        num_envs = envs.num_envs
         self._same_step = self._spec.autoreset is Autoreset.SAME_STEP
         if self._spec.first_ready or (self._same_step and not self._spec.has_final_obs):
             raise ValueError("a Recorder needs a pool with final_obs and without batch_size")
@@ -112,7 +113,8 @@ class Recorder:
         seeds = expand_seeds(seed, num_envs)
         each = expand_options(options, np.arange(num_envs), num_envs) or [None] * num_envs
         given = [None if seeds is None or seeds[i] == NO_SEED else int(seeds[i]) for i in range(num_envs)]
-        resets, rows = [*zip(given, each, strict=True)], self._rows(self._no_action, timestep)
+        resets = [*zip(given, each, strict=True)]
+        rows = self._rows(self._no_action, timestep)
         self._waiting.append(partial(self._restart, mask, rows, resets))
         self._last = np.where(mask, _progress(timestep), self._last)
 
@@ -157,7 +159,8 @@ class Recorder:
     def _check_lengths(self, timestep: TimeStep[Any]) -> None:
         """Raises if the lengths of episodes show that an env was reset or restored between the steps."""
         rows = np.concatenate([self._last[:, None], _progress(timestep)], axis=1)
-        (before, was_over, was_fault, _), (length, _, fault, idle) = rows[:, :-1], rows[:, 1:]
+        before, was_over, was_fault, _ = rows[:, :-1]
+        length, _, fault, idle = rows[:, 1:]
         first = {Autoreset.SAME_STEP: 1, Autoreset.NEXT_STEP: 0}.get(self._spec.autoreset, -1)
         expected = np.where(was_over, first, before + 1) - fault
         # After a fault, an env may also continue from a saved state.
@@ -176,7 +179,8 @@ class Recorder:
 
     def _end(self, env_id: int, episodes: list[Episode], *, cut: bool) -> None:
         """Adds the running episode of an env to `episodes`, if it has steps; truncated if it is `cut`."""
-        pieces, (seed, options) = self._pieces[env_id], self._resets[env_id]
+        pieces = self._pieces[env_id]
+        seed, options = self._resets[env_id]
         self._resets[env_id] = (None, None)
         if sum(len(rewards) for _, rewards, *_ in pieces) > 1:
             *steps, obs, infos = jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)

@@ -221,7 +221,8 @@ def replay(
     sent = partial(sent_state, select_state, set_state is not None)
     env: Any = Original(constructor(original), set_state, spaces.Dict(), each_step=each_step)
     policy = policy or partial(random_action, env.described["action space"])
-    ours, theirs = {}, {}
+    ours = {}
+    theirs = {}
     for number in [step] if each_step else range(1, step + 1):
         if state is not None:
             now = restored(now, state)
@@ -230,7 +231,8 @@ def replay(
         asked = {"action": chosen, "step": number, "seed": seed_of(key), "state": sent(now)}
         now, ours = port_step(step_key, now, jax.tree.map(jnp.asarray, chosen))
         theirs, reward, _, _, info = env.step(jax.tree.map(lambda leaf: np.asarray(leaf)[()], asked))
-        done, obs = theirs["terminated"] or theirs["truncated"], ours["obs"]
+        done = theirs["terminated"] or theirs["truncated"]
+        obs = ours["obs"]
         theirs |= {"reward": reward, "done": done, "info": info}
     env.close()
     return by_path(ours), by_path(theirs)

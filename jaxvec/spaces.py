@@ -155,7 +155,8 @@ def decode(tree: Mapping[str, Any]) -> Any:
         print(jaxvec.spaces.decode(text))  # ['go', 'stop']
         ```
     """
-    chars, length = np.asarray(tree["chars"]), np.asarray(tree["length"])
+    chars = np.asarray(tree["chars"])
+    length = np.asarray(tree["length"])
     rows = {"chars": chars.reshape(-1, chars.shape[-1]), "length": length.reshape(-1)}
     found = np.empty(length.size, object)
     found[:] = _unpad(_text_node(chars.dtype), rows)
@@ -213,7 +214,8 @@ def to_graphs_tuple(graph: Mapping[str, Any]) -> Any:
         packed = jnp.full((rows.shape[0] * size + spare, *rows.shape[2:]), fill, rows.dtype)
         return packed.at[place.reshape(-1)].set(rows.reshape(-1, *rows.shape[2:]), mode="drop")
 
-    nodes, edges = pack(graph["nodes"], n_node, 1), None
+    nodes = pack(graph["nodes"], n_node, 1)
+    edges = None
     links = jnp.zeros((0, 2), jnp.int32)
     if "edges" in graph:
         edges = pack(graph["edges"], n_edge, 0)

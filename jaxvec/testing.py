@@ -69,7 +69,8 @@ class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
         self.steps += 1
         self._episode_steps += 1
         over = self._length is not None and self._episode_steps >= self._length
-        terminated, truncated = over and not self._truncate, over and self._truncate
+        terminated = over and not self._truncate
+        truncated = over and self._truncate
         reward = float(self._episode_steps)
         return self._observe(int(action)), reward, terminated, truncated, {"steps": self.steps}
 

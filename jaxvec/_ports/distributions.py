@@ -140,7 +140,8 @@ def compare_distributions(
         print("length" in result.differences)  # False
         ```
     """
-    port, rounds = as_port(port), -(-num_episodes // num_envs)
+    port = as_port(port)
+    rounds = -(-num_episodes // num_envs)
     with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
         act = policy or partial(random_action, envs.single_action_space)
         sides = _port_side(port, num_envs), _original_side(envs)
@@ -199,7 +200,8 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
             env, jax.vmap(act)(jax.random.split(act_key, num_envs), obs), step_key
         )
         obs = select(live, after, obs)
-        returns, length = returns + jnp.where(live, reward, 0), length + live
+        returns = returns + jnp.where(live, reward, 0)
+        length = length + live
         seen = {at: select(jnp.full(num_envs, number == at), obs, old) for at, old in seen.items()}
         return env, obs, live & ~done, returns, length, number + 1, seen
 

@@ -33,9 +33,11 @@ class Original(gymnasium.Env[Any, Any]):
         self, env_fn: Callable[[], Any], set_state: SetState | None, state_space: Any, *, each_step: bool
     ) -> None:
         self._env = env_fn()
-        self._set_state, self._each_step = set_state, each_step
+        self._set_state = set_state
+        self._each_step = each_step
         # A replay steps a new env, which may refuse a step without a reset.
-        self._ended, self._time_limit = True, _find_wrapper(self._env, TimeLimit)
+        self._ended = True
+        self._time_limit = _find_wrapper(self._env, TimeLimit)
         mode = "NEXT_STEP" if _find_wrapper(self._env, Autoreset) else None
         declared = (getattr(self._env, "metadata", None) or {}).get("autoreset_mode", mode)
         self.described = {

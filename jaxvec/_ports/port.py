@@ -69,7 +69,8 @@ def as_port(env: Any, params: Any = None) -> Port:
         return _gymnax(env, env.default_params if params is None else params)
     autoreset = "DISABLED"
     if type(env).__name__ == "AutoResetWrapper":  # of Brax or Jumanji
-        env, autoreset = getattr(env, "env", None) or env._env, "SAME_STEP"
+        env = getattr(env, "env", None) or env._env
+        autoreset = "SAME_STEP"
     if hasattr(env, "termination_fn"):  # Navix, whose `step` resets ended episodes
         declared = env.observation_space, env.action_space, env.max_steps, "NEXT_STEP"
         return _of_states(env.reset, lambda _, *args: env._step(*args), _navix_results, *declared)
@@ -125,7 +126,8 @@ def _navix_results(state: Any) -> tuple[Any, ...]:
 
 
 def _brax_results(state: Any) -> tuple[Any, ...]:
-    done, truncated = state.done > 0, jnp.asarray(state.info.get("truncation", 0)) > 0
+    done = state.done > 0
+    truncated = jnp.asarray(state.info.get("truncation", 0)) > 0
     return state.obs, state.reward, done & ~truncated, truncated
 
 

@@ -41,7 +41,8 @@ class Program:
         handle, timestep = reset(envs, seed=seed)
         theirs = self.results_of(timestep)
         action, _, ours = jax.eval_shape(self.step_port, playing)
-        none, tallies = jnp.int32(0), {}
+        none = jnp.int32(0)
+        tallies = {}
         for path in self.shared_paths(by_path(ours), theirs):
             case = jax.eval_shape(partial(self.case, 0, path), playing, action, ours, theirs)
             tallies[path] = {
@@ -85,7 +86,8 @@ class Program:
         paths = [path for path in ours if path in theirs]
         for path in paths:
             both = ours[path], theirs[path]
-            shapes, dtypes = [str(each.shape[1:]) for each in both], [str(each.dtype) for each in both]
+            shapes = [str(each.shape[1:]) for each in both]
+            dtypes = [str(each.dtype) for each in both]
             for name, texts in (("shape", shapes), ("dtype", dtypes)):
                 if texts[0] != texts[1]:
                     self.mismatches[f"{name} of {path}"] = SpaceResult(*texts, equal=False)
@@ -99,13 +101,16 @@ class Program:
 
     def body(self, root: jax.Array, carry: Any, number: jax.Array) -> tuple[Any, None]:
         handle, playing, tallies, counts = carry
-        time, begun = playing["time"], playing["time"] == 1
+        time = playing["time"]
+        begun = playing["time"] == 1
         action, after, ours = self.step_port(playing)
-        states, seeds = jax.vmap(self.sent)(playing["state"]), jax.vmap(seed_of)(playing["keys"])
+        states = jax.vmap(self.sent)(playing["state"])
+        seeds = jax.vmap(seed_of)(playing["keys"])
         asked = {"action": action, "step": time, "seed": seeds, "state": states}
         handle, timestep = step(handle, asked)
         theirs = self.results_of(timestep)
-        differs, counted = jnp.zeros(self.num_envs, bool), {}
+        differs = jnp.zeros(self.num_envs, bool)
+        counted = {}
         for path, tally in tallies.items():
             different, counted[path] = self.count(path, tally, playing, action, ours, theirs)
             differs |= different
@@ -132,7 +137,8 @@ class Program:
         self, path: str, tally: dict[str, Any], playing: Any, action: Any, ours: Any, theirs: Any
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Returns the envs in which a leaf differs, and the tally with this step."""
-        port, original = by_path(ours)[path], theirs[path]
+        port = by_path(ours)[path]
+        original = theirs[path]
         error = _errors(port, original)
         different = error > self.tolerance(path)
         worst = jnp.argmax(error)
@@ -172,7 +178,8 @@ class Program:
 
     def result(self, path: str, tally: dict[str, Any]) -> LeafResult:
         """Returns the record of a tally."""
-        arrays, first = tally["worst"], int(tally["first"])
+        arrays = tally["worst"]
+        first = int(tally["first"])
         case = Case(step=int(arrays.pop("step")), env=int(arrays.pop("env")), **arrays)
         flags = np.ndim(case.original) == 0 and np.asarray(case.original).dtype.kind == "b"
         return LeafResult(

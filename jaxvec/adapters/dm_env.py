@@ -199,7 +199,8 @@ class DmEnv(Adapter):
         timestep = self.adapted.step(_map(self._action_spec, action, lambda _, value: value))
         if timestep.first():
             raise ResetNeeded("step: the episode is over, or reset was never called; call reset first")
-        last, ended = timestep.last(), not np.any(timestep.discount)
+        last = timestep.last()
+        ended = not np.any(timestep.discount)
         reward = float(timestep.reward) if self._scalar_reward else np.asarray(timestep.reward)
         info = {"discount": timestep.discount, "step_type": np.int64(timestep.step_type)}
         return self._observe(timestep), reward, last and ended, last and not ended, info

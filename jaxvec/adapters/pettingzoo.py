@@ -123,7 +123,8 @@ class PettingZooEnv(Adapter):
         )
         alive = set(self.adapted.agents) - terminated - truncated
         self._terminated |= {agent: agent in terminated for agent in acting | alive}
-        over, all_terminated = not alive, all(self._terminated.values())
+        over = not alive
+        all_terminated = all(self._terminated.values())
         reward = [rewards.get(agent, 0) if agent in acting else 0 for agent in self._agents]
         return (
             self._observe(observations, acting, alive),
@@ -156,7 +157,8 @@ class PettingZooEnv(Adapter):
 
     def _zeros(self, agent: Any) -> Any:
         if agent not in self._nodes:
-            space, sizes = self.adapted.observation_space(agent), MaxSizes({}, default=1)
+            space = self.adapted.observation_space(agent)
+            sizes = MaxSizes({}, default=1)
             self._nodes[agent] = walk(space, root=(agent,), policy=as_is, sizes=sizes)
         zeros = {leaf.path: np.zeros((1, *leaf.shape), leaf.dtype) for leaf in leaves(self._nodes[agent])}
         return next(reader(self._nodes[agent], zeros)(slice(0, 1, 1)))

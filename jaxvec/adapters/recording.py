@@ -35,7 +35,8 @@ from jaxvec._util import add_note, dumps
 
 __all__ = ["RecordFaults"]
 
-RECORD, RUNNING = ".episode", ".running"
+RECORD = ".episode"
+RUNNING = ".running"
 _MAX_FILES = 1000  # in a directory
 _NON_FINITE = "it returned numbers that are not finite"
 
@@ -123,8 +124,11 @@ class _File:
 
     def __init__(self, directory: Path, name: str, env_fn: bytes) -> None:
         self.position: tuple[str, int] | None = None
-        self._directory, self._name, self._env_fn = directory, name, env_fn
-        self._path, self._file = directory, cast("io.FileIO | None", None)
+        self._directory = directory
+        self._name = name
+        self._env_fn = env_fn
+        self._path = directory
+        self._file = cast("io.FileIO | None", None)
         self._pid = os.getpid()
 
     @property
@@ -258,7 +262,8 @@ class Record(NamedTuple):
 def read(path: str | os.PathLike[str]) -> Record:
     """Reads a record; raises `OSError`, or any error of unpickling the env's function."""
     with open(path, "rb") as file:
-        env_fn, (seed, options, generator) = pickle.load(file), pickle.load(file)
+        env_fn = pickle.load(file)
+        seed, options, generator = pickle.load(file)
         entries: list[Any] = []
         with suppress(EOFError, pickle.UnpicklingError):  # the last one may be cut
             while True:
@@ -293,11 +298,13 @@ def replay(path: str, report: Callable[[str], None], *, debug: bool) -> bool:
     With `debug`, opens pdb where the env raises, or else before its last step.
     """
     record = read(path)
-    last, cause = len(record.actions), record.cause or "the process ended within the call"
+    last = len(record.actions)
+    cause = record.cause or "the process ended within the call"
     report(f"{last} steps. Recorded: {cause}")
     if record.generator is None and record.seed is None:
         report("The state of the env's generator is unknown, so the episode may differ.")
-    env, raised = record.env_fn(), bool(record.cause) and record.in_call
+    env = record.env_fn()
+    raised = bool(record.cause) and record.in_call
     if record.generator is not None:
         bits = getattr(np.random, record.generator["bit_generator"])()
         bits.state = record.generator

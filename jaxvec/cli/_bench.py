@@ -92,9 +92,14 @@ def bare_loop(env: Any, seconds: float, patience: float = 1.0) -> tuple[float, f
     env.reset(seed=0)
     env.action_space.seed(0)
     actions = [env.action_space.sample() for _ in range(_NUM_ACTIONS)]
-    step, reset = env.step, env.reset
-    steps, chunk, episodes, in_reset = 0, 1, 0, 0.0
-    usage, cpu = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+    step = env.step
+    reset = env.reset
+    steps = 0
+    chunk = 1
+    episodes = 0
+    in_reset = 0.0
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = time.process_time()
     began = now = time.perf_counter()
     while now - began < seconds or not steps or (not episodes and now - began < patience * seconds):
         for action in actions[:chunk]:
@@ -105,10 +110,12 @@ def bare_loop(env: Any, seconds: float, patience: float = 1.0) -> tuple[float, f
                 reset()
                 in_reset += time.perf_counter() - reset_at
         steps += chunk
-        before, now = now, time.perf_counter()
+        before = now
+        now = time.perf_counter()
         if now - before < 1e-3:  # fast envs read the clock less often, as it would distort their rate
             chunk = min(2 * chunk, _NUM_ACTIONS)
-    elapsed, cpu = now - began, time.process_time() - cpu
+    elapsed = now - began
+    cpu = time.process_time() - cpu
     after = resource.getrusage(resource.RUSAGE_SELF)
     # Only voluntary context switches show that the env waits; a preempted process waits for other programs.
     preempted = after.ru_nivcsw - usage.ru_nivcsw
@@ -131,7 +138,8 @@ def measure(
     """
     import jax
 
-    cores, load = usable_cores(), os.getloadavg()[0]
+    cores = usable_cores()
+    load = os.getloadavg()[0]
     with ExitStack() as stack:
         # JAX logs the error of a failing env, which is also raised.
         log = logging.getLogger("jax")
@@ -228,7 +236,8 @@ def notes(found: Measurement) -> Iterator[str]:
             "worker in advance, while the program computes"
         )
     if found.left_out:
-        sizes, first = ", ".join(map(str, found.left_out)), found.left_out[0]
+        sizes = ", ".join(map(str, found.left_out))
+        first = found.left_out[0]
         yield f"the env is slow, so pools of {sizes} envs were not measured; --num-envs {first} measures them"
 
 
@@ -285,7 +294,10 @@ def _host_and_scan(envs: VectorEnv, length: int, patience: float = 1.0) -> tuple
     def rate(calls: Iterator[Any], num_steps: int, seconds: float) -> float:
         # The envs go on with their episodes from one measurement to the next, so resets count as often as
         # they are.
-        steps, began, elapsed, due = 0, time.perf_counter(), 0.0, seconds
+        steps = 0
+        began = time.perf_counter()
+        elapsed = 0.0
+        due = seconds
         limit = seconds if episodes_ended() else patience * seconds
         while not steps or elapsed < limit:
             next(calls)

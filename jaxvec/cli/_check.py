@@ -18,7 +18,10 @@ from jaxvec.cli import _in_workers
 from jaxvec.cli._target import Target, lacks_package
 from jaxvec.spaces import pad
 
-OK, FAIL, WARN, NOT_RUN = "ok", "FAIL", "warn", "not run"
+OK = "ok"
+FAIL = "FAIL"
+WARN = "warn"
+NOT_RUN = "not run"
 
 _BUILDS = "the constructor returns a gymnasium.Env"
 _SPACES = "its spaces have fixed shapes, and dtypes that JAX supports"
@@ -69,13 +72,16 @@ def _check_stages(target: Target) -> list[Check]:
         testing.check_env(target.env_fn())
         return [Check(name, OK) for name in _STAGES]
     except UnsupportedSpaceError as error:
-        stage, reason = _SPACES, str(error)
+        stage = _SPACES
+        reason = str(error)
     except EnvError as error:
         if lacks_package(error):
             raise  # a usage error, not a violation
-        stage, reason = _BUILDS if error.operation == "constructor" else _DATA, str(error)
+        stage = _BUILDS if error.operation == "constructor" else _DATA
+        reason = str(error)
     except AssertionError as error:
-        stage, reason = _REPRODUCIBLE, str(error)
+        stage = _REPRODUCIBLE
+        reason = str(error)
     failed = _STAGES.index(stage)
     checks = [Check(name, OK) for name in _STAGES[:failed]] + [Check(stage, FAIL, reason)]
     return checks + [Check(name, NOT_RUN) for name in _STAGES[failed + 1 :]]

@@ -36,7 +36,9 @@ from jaxvec.callbacks import _ffi
 from jaxvec.cli import UsageError, _bench, _check, _top
 from jaxvec.cli._target import add_target_arguments, find_target, lacks_package
 
-FINE, FAILED, USAGE = 0, 1, 2
+FINE = 0
+FAILED = 1
+USAGE = 2
 
 EXIT_CODES = """\
 exit codes:
@@ -122,7 +124,8 @@ examples:
 
 
 def _run_bench(options: Namespace) -> Outcome:
-    num_envs, num_workers = options.num_envs, options.num_workers
+    num_envs = options.num_envs
+    num_workers = options.num_workers
     if num_envs and num_workers and min(num_workers) > max(num_envs):
         raise UsageError("--num-workers: every pool would have more workers than envs")
     target = find_target(options)
@@ -310,7 +313,8 @@ examples:
 
 
 def _run_stack(options: Namespace) -> Outcome:
-    pid, env_id = options.pid, options.env
+    pid = options.pid
+    env_id = options.env
     if not (workers := [*stacks.find_all(pid)]):
         _top.look(pid)  # raises if there is no such process, or if it has no workers
     workers = [each for each in workers if env_id is None or each.first <= env_id <= each.last]

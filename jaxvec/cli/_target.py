@@ -74,7 +74,8 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 def find_target(options: Namespace) -> Target:
     """Returns the env of the arguments, or raises `UsageError` if it does not exist or does not fit them."""
-    target, key = _resolve(options), options.mask_info
+    target = _resolve(options)
+    key = options.mask_info
     found: Any = ()
     with suppress(Exception), closing(target.env_fn()()) as env:  # an env that fails is examined later
         found = env.action_space, *env.reset(seed=0)
@@ -86,7 +87,8 @@ def find_target(options: Namespace) -> Target:
 
 
 def _resolve(options: Namespace) -> Target:
-    name, kwargs = options.env, _parse_kwargs(options.kwargs)
+    name = options.env
+    kwargs = _parse_kwargs(options.kwargs)
     module, _, rest = name.rpartition(":")
     if module:
         imported = _import(name, module)

@@ -28,7 +28,8 @@ _COUNTERS = "steps", "episodes", "faults", "replaced", "recycled"
 
 def look(pid: int) -> list[dict[str, Any]]:
     """Returns the workers of a program, those with the most memory first. Raises `UsageError` for none."""
-    family, workers = _stats.family_of(pid), list[dict[str, Any]]()
+    family = _stats.family_of(pid)
+    workers = list[dict[str, Any]]()
     envs = {each.pid: f"{each.first}-{each.last}" for each in stacks.find_all(pid)}
     for pool, segment in enumerate(_segments(pid)):
         # The rows of the statistics come first. Rows of no worker are other data.
@@ -51,7 +52,8 @@ def live(pid: int, seconds: float) -> Iterator[str]:
     before: dict[tuple[int, str], tuple[float, int]] = {}
     with suppress(UsageError, KeyboardInterrupt):
         while True:
-            now, workers = time.monotonic(), look(pid)
+            now = time.monotonic()
+            workers = look(pid)
             for worker in workers:
                 key = worker["pool"], worker["envs"]
                 if key in before:

@@ -146,7 +146,9 @@ class _AtariTask(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._start = start
         self._options = options
-        height, width, self._channels = env.screen_size[1], env.screen_size[0], 1 if options.gray_scale else 3
+        height = env.screen_size[1]
+        width = env.screen_size[0]
+        self._channels = 1 if options.gray_scale else 3
         shape = (options.stack_num * self._channels, height, width)
         self.observation_space = Box(0, 255, shape, np.uint8)
         self._ale: Any = env.get_wrapper_attr("ale")

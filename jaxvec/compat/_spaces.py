@@ -81,7 +81,10 @@ def to_old_gym(space: Space[Any]) -> Any:
 
 
 # Time steps and specs of `env_type="dm"`.
-FIRST, MID, LAST = 0, 1, 2  # dm_env.StepType
+# The values of dm_env.StepType.
+FIRST = 0
+MID = 1
+LAST = 2
 
 
 @lru_cache

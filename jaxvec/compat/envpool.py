@@ -290,11 +290,14 @@ class EnvPool(ABC):
         """
         # As in EnvPool, the handle is a plain array, which users may convert and save: the token of a
         # `Handle`. The functions hold its static part.
-        envs, convert = self.vector_env, self._convert
-        spec, transport = envs.spec, envs.transport
+        envs = self.vector_env
+        convert = self._convert
+        spec = envs.spec
+        transport = envs.transport
 
         def to_handle(handle: Any, function: str) -> Handle:
-            dtype, shape = getattr(handle, "dtype", None), getattr(handle, "shape", ())
+            dtype = getattr(handle, "dtype", None)
+            shape = getattr(handle, "shape", ())
             if dtype != np.uint32 or len(shape) != 2 or shape[1] != 3:
                 what = type(handle).__name__ if dtype is None else f"{dtype} of shape {shape}"
                 raise TypeError(
@@ -443,11 +446,13 @@ class Task:
         """Returns the options of the task, as in EnvPool's `spec.config`."""
         if self.atari is not None:
             return asdict(self.atari)
-        threshold, limit = None, None
+        threshold = None
+        limit = None
         if isinstance(self.env, str | registration.EnvSpec):
             # The env's own spec contains the arguments of `gymnasium.make`, for example the time limit.
             (spec,) = pool_of(envs).env_calls.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
-            threshold, limit = spec.reward_threshold, spec.max_episode_steps
+            threshold = spec.reward_threshold
+            limit = spec.max_episode_steps
         return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
 
 

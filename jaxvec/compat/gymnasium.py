@@ -114,7 +114,8 @@ def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
     if len(shapes) == 1 and None not in shapes:
         dtypes = {np.asarray(value).dtype for value in values.values()}  # object for an int beyond 64 bits
         with suppress(TypeError):  # the dtypes have no common one
-            dtype, (shape,) = np.result_type(*dtypes), shapes
+            dtype = np.result_type(*dtypes)
+            (shape,) = shapes
     empty = np.empty if dtype.kind == "O" else np.zeros  # `None`s or zeros
     column = empty((num_envs, *(shape or ())), dtype)
     for env_id, value in values.items():
@@ -251,7 +252,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def _step(self, actions: Any) -> Rows:
         """Steps all envs in one pool operation, which is faster than a send and a receive."""
-        pool, deliver = pool_of(self.pool), self._copies if self.copy else views
+        pool = pool_of(self.pool)
+        deliver = self._copies if self.copy else views
         batch, as_objects = self._check_actions(actions)
         if not as_objects:
             return pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=deliver)
@@ -270,7 +272,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             return each, True
 
     def _recv(self, timeout: float | None = None) -> Rows:
-        pool, deliver = pool_of(self.pool), self._copies if self.copy else views
+        pool = pool_of(self.pool)
+        deliver = self._copies if self.copy else views
         move = pool.move_all(Verb.RECV, Caller.HOST)
         return pool.recv(move, deliver=deliver, timeout=timeout, wait_for_all=True)
 
@@ -319,7 +322,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return map_leaves(self.pool.spec.obs, obs, convert)
 
     def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> _vector_env.VectorEnv:
-        name, mode = type(self).__name__, self.observation_mode
+        name = type(self).__name__
+        mode = self.observation_mode
         try:
             return start_pool(
                 env_fns, autoreset_mode=self._autoreset.name, equal_spaces=mode == "same", **options
@@ -593,7 +597,8 @@ class AsyncVectorEnv(PooledVectorEnv):
 
     def _receive(self, timeout: float | None) -> Any:
         """Receives the results of the pending call, which stays pending only after a timeout."""
-        state, self._state = self._state, AsyncState.DEFAULT
+        state = self._state
+        self._state = AsyncState.DEFAULT
         try:
             return self._recv(timeout)
         except NotReadyError as error:

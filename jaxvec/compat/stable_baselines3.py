@@ -62,8 +62,10 @@ class _PooledVecEnv(_VecEnv):
             self.pool: VectorEnv = start_pool(env_fns, autoreset_mode=AutoresetMode.SAME_STEP, **options)
         spec = self.pool.spec
         places = {leaf.path: place for place, leaf in enumerate(spec.timestep_leaves)}
-        self._num_obs, self._deliver = places["reward",], Copies(unread=spec.statistics)
-        self._build_obs, self._build_info = builder(spec.obs, places), builder(spec.info, places)
+        self._num_obs = places["reward",]
+        self._deliver = Copies(unread=spec.statistics)
+        self._build_obs = builder(spec.obs, places)
+        self._build_info = builder(spec.info, places)
         try:
             (obs_space,) = self.pool.get_attr("observation_space", indices=[0])
             spaces = obs_space, self.pool.single_action_space
@@ -179,7 +181,8 @@ class _PooledVecEnv(_VecEnv):
         if len(set(places)) < len(places):  # the pool calls each env at most once, so call one by one
             calls = (self.env_method(method_name, *method_args, indices=i, **method_kwargs) for i in places)
             return [result for (result,) in calls]
-        move, args = Move(Verb.CALL, np.array(places)), [method_args] * len(places)
+        move = Move(Verb.CALL, np.array(places))
+        args = [method_args] * len(places)
         with _AS_RAISED:
             return pool_of(self.pool).env_calls.call(move, method_name, args, method_kwargs)
 

@@ -165,7 +165,8 @@ class StoaVectorEnv:
                 then continue the envs' random numbers.
             options: Options for every env's `reset`.
         """
-        seed, self._seed = self._seed if seed is None else seed, None
+        seed = self._seed if seed is None else seed
+        self._seed = None
         timestep = self.env.reset(seed=seed, options=self._reset_options if options is None else options)
         self._clear_metrics()
         return self._timestep(np.full(self.num_envs, self._step_types[0]), timestep)
@@ -190,12 +191,15 @@ class StoaVectorEnv:
         _, _, terminated, truncated, info = timestep = _base.merge_final_info(self.env.step(action))
         _, mid, end, cut = self._step_types
         step_type = np.where(terminated, end, np.where(truncated, cut, mid))
-        over, total, length = terminated | truncated, info["episode_return"], info["episode_length"]
+        over = terminated | truncated
+        total = info["episode_return"]
+        length = info["episode_length"]
         if self._has_games:
             # With `episodic_life`, an episode ends with a life, but the metrics are those of whole games.
             self._score += info["reward"]
             over = info["terminated"].astype(bool) | truncated
-            total, length = self._score, info["elapsed_step"]
+            total = self._score
+            length = info["elapsed_step"]
         self._return = np.where(over, total, self._return)
         self._length = np.where(over, length, self._length)
         self._score = np.where(over, 0, self._score)
@@ -236,7 +240,8 @@ def _convert(space: Space[Any], root: str) -> Any:
     stoa = _stoa()
 
     def leaf(space: Space[Any], path: KeyPath) -> Any:
-        name, dtype = format_path(path), jax.dtypes.canonicalize_dtype(space.dtype or np.int32)
+        name = format_path(path)
+        dtype = jax.dtypes.canonicalize_dtype(space.dtype or np.int32)
         match space:
             case spaces.Discrete() if space.start == 0:
                 return stoa.DiscreteSpace(int(space.n), dtype, name)
@@ -245,7 +250,8 @@ def _convert(space: Space[Any], root: str) -> Any:
             case spaces.MultiBinary():
                 return stoa.BoundedArraySpace(space.shape, dtype, 0, 1, name)
             case spaces.Box():
-                low, high = space.low.astype(dtype), space.high.astype(dtype)
+                low = space.low.astype(dtype)
+                high = space.high.astype(dtype)
                 return stoa.BoundedArraySpace(space.shape, dtype, low, high, name)
             case _:
                 raise UnsupportedSpaceError(f"{name}: stoa has no space like {space}; wrap the env")

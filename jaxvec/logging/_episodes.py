@@ -132,5 +132,6 @@ def play_episodes(
         return memory, *step(handle, action), number + 1
 
     _, _, timestep, _ = jax.lax.while_loop(unfinished, body, (memory, handle, timestep, 0))
-    returns, cut = timestep.info["episode_return"], jnp.asarray(timestep.info.get("fault", False))
+    returns = timestep.info["episode_return"]
+    cut = jnp.asarray(timestep.info.get("fault", False))
     return jnp.where(cut, jnp.nan, returns.reshape(len(returns), -1).mean(1))

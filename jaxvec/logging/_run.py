@@ -102,7 +102,8 @@ class Run:
         self.loggers: list[Any] = [*loggers]
         self._csv = self.folder / "metrics.csv"
         self._writes = jax.process_index() == 0
-        self._total, self._progress = total_steps, progress and self._writes
+        self._total = total_steps
+        self._progress = progress and self._writes
         self._rows: list[dict[str, Any]] = []
         self._saved: Any = None  # by the run to resume or evaluate
         self._evaluate = evaluate
@@ -124,9 +125,11 @@ class Run:
         # By their step and metrics: a resumed program may log those of the last step again.
         self._resumed = {(row["env_steps"], frozenset(row.keys() - _TIMES)): row for row in self._rows}
         self._seconds = before["seconds"]
-        self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
+        self._start = time.perf_counter() - self._seconds
+        self._printed = -_PRINT_INTERVAL
         self._first: tuple[float, float] | None = None  # steps and seconds of the first log in this process
-        self._save_every, self._saved_at = save_every, -np.inf
+        self._save_every = save_every
+        self._saved_at = -np.inf
         self._stopping = False  # set by the thread of `signals`
 
     def __enter__(self) -> Self:
@@ -146,12 +149,14 @@ class Run:
 
     def _log(self, env_steps: Any, metrics: Mapping[str, Any]) -> None:
         # This runs inside a host callback, where calls of JAX can deadlock; NumPy is safe.
-        steps, seconds = np.asarray(env_steps).item(), time.perf_counter() - self._start
+        steps = np.asarray(env_steps).item()
+        seconds = time.perf_counter() - self._start
         rate = (steps - self.env_steps) / max(seconds - self._seconds, 1e-9)
         row = {"env_steps": steps, "seconds": round(seconds, 3), "steps_per_second": round(rate, 1)}
         row |= {name: +np.asarray(value).item() for name, value in metrics.items()}  # `+`: bools as 0 and 1
         if steps > self.env_steps:
-            self.env_steps, self._seconds = int(steps), seconds
+            self.env_steps = int(steps)
+            self._seconds = seconds
             self._show_progress(steps, rate, row.get("episode_return", np.nan))
         else:
             del row["steps_per_second"]  # a second row of the same steps, such as of an evaluation
@@ -367,7 +372,8 @@ class Run:
         """
         if self._saved is None:
             return learned, playing
-        sizes, process = self._saved["env_sizes"], jax.process_index()
+        sizes = self._saved["env_sizes"]
+        process = jax.process_index()
         same = bool(sizes.all()) and envs is not None and not self._evaluate
         if same and len(sizes) != jax.process_count():
             raise ValueError(

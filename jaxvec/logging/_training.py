@@ -160,7 +160,8 @@ class TrainingRun(Run):
             evaluate_at_saves: Whether to evaluate during training, too, and not only with `--evaluate`.
             save_envs: Whether to save the states of the envs, too, unless there are spare envs.
         """
-        options, stop_at = self.options, self.options.stop_at
+        options = self.options
+        stop_at = self.options.stop_at
         goal = np.inf if stop_at is None else stop_at
 
         def pause(reached: Any) -> Any:
@@ -190,7 +191,8 @@ class TrainingRun(Run):
             if self._evaluate:
                 self.report(**score(state))
                 return state
-            after, first = _CONTINUE, True
+            after = _CONTINUE
+            first = True
             saved_envs = envs if save_envs and not options.spare_envs else None
             while state.number < options.num_updates and after != _STOP:
                 state, playing, after = jax.block_until_ready(repeat(state, playing))
@@ -219,12 +221,15 @@ class TrainingRun(Run):
             Returns of the episodes, `[num_episodes]` float64. If an env has several rewards, their means.
         """
         options = self.options
-        arguments, construct = options.env_arguments(), constructor_of(options.env_fn())
+        arguments = options.env_arguments()
+        construct = constructor_of(options.env_fn())
         film = self.film(construct, options.video) if self._evaluate and options.video else None
         numbers = range(options.eval_episodes)
         envs = [film(number, **arguments) if film else construct(**arguments) for number in numbers]
         latest = [env.reset(seed=options.seed + 10_000 + number) for number, env in enumerate(envs)]
-        returns, running, memory = np.zeros(len(envs)), [*range(len(envs))], None
+        returns = np.zeros(len(envs))
+        running = [*range(len(envs))]
+        memory = None
         for _ in range(options.eval_steps):
             obs, info = zip(*latest, strict=True)
             stacked = {name: np.stack([each[name] for each in info]) for name in infos}
@@ -369,7 +374,8 @@ def training(
     except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
         sys.stderr.write("interrupted\n")
         raise Interrupted from None
-    mean, score = run.latest("episode_return"), run.latest("evaluation")
+    mean = run.latest("episode_return")
+    score = run.latest("evaluation")
     text = f"mean return {mean:.5g} of the latest 100 episodes, {run.env_steps:,} env steps"
     if run.stopped:
         text = f"stopped: {text}; continue with --resume {folder}"
