@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -20,16 +20,14 @@ def check_count(name: str, value: Any, least: int, num_envs: int | None = None) 
 
     With `num_envs`, it must not be larger. Raises `ValueError`, also for a bool.
     """
-    try:
-        count = operator.index(value)
-    except TypeError:
-        is_valid = False
-    else:
-        is_valid = not isinstance(value, bool) and least <= count and (num_envs is None or count <= num_envs)
-    if is_valid:
-        return count
-    bounds = f"of at least {least}" if num_envs is None else f"from {least} to num_envs ({num_envs})"
-    raise ValueError(f"{name} must be an integer {bounds}, not {value!r}")
+    count = least - 1  # refused, as what is no integer
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            count = operator.index(value)
+    if count < least or (num_envs is not None and count > num_envs):
+        bounds = f"of at least {least}" if num_envs is None else f"from {least} to num_envs ({num_envs})"
+        raise ValueError(f"{name} must be an integer {bounds}, not {value!r}")
+    return count
 
 
 Transport: TypeAlias = Literal["auto", "ffi", "io_callback"]
