@@ -79,19 +79,18 @@ class StatefulEnv:
         self._update_layers()
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
-        state = nodes.save_again(lambda first: self._walk(self._saver(first, self._shared, self._walked)))
+        state = nodes.save_again(self._walk)
         if self._incremental is not None:
             self._incremental.note(state.layers)
         return state
 
-    def _saver(self, first: dict[int, Any], shared: nodes.Shared, walked: set[int] | None) -> nodes.Saver:
-        saver = nodes.Saver(find, self._nodes.copy(), shared, walked=walked, first=first, trust=self._trust)
+    def _walk(self, first: dict[int, Any]) -> EnvSnapshot:
+        """Saves the attributes of each layer, and the result of `get_state`; `first` as for `Saver`."""
+        saver = nodes.Saver(
+            find, self._nodes.copy(), self._shared, walked=self._walked, first=first, trust=self._trust
+        )
         for layer in self._layers:  # any attribute may hold `vars` of a layer
             saver.owners[id(vars(layer))] = self._nodes[id(layer)]
-        return saver
-
-    def _walk(self, saver: nodes.Saver) -> EnvSnapshot:
-        """Saves the attributes of each layer, and the result of `get_state`."""
         layers: list[nodes.Fields] = []
         own: Any = None
         layer = base = self._layers[-1]

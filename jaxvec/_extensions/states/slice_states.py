@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,8 +39,9 @@ class SliceStates(SliceExtension):
         self._table = StateTable(self._stats)
         self._received: dict[bytes, SlotState] = {}  # to be restored next
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
-        mine = slice(self._first, self._first + len(self._slots.envs))
-        self._numbers, self._oldest = self._arrays["state",][mine], self._arrays["oldest_state",]
+        own_slots = slice(self._first, self._first + len(self._slots.envs))
+        self._numbers = self._arrays["state",][own_slots]
+        self._oldest = self._arrays["oldest_state",]
         self._unproved = set(range(len(self._slots.envs)))  # envs without a proof of exact restores
         # Envs without a proof that pickled copies of their states are exact, too.
         self._unproved_copies = set(range(len(self._slots.envs)))
@@ -280,9 +280,8 @@ class SliceStates(SliceExtension):
 
     def _stepper_of(self, envs: list[Env], env_fn: EnvFn, spec: PoolSpec, arrays: Arrays) -> Stepper:
         """Returns the stepper of a slice of envs that hold no slot of the pool."""
-        config = self._slice.config
-        config = replace(config, states=States())  # without extensions
         env_fns = [env_fn] * len(envs)
+        config = self._slice.config
         other = EnvSlice(
             envs, env_fns, first=0, worker=0, spec=spec, arrays=arrays, config=config, lends=False
         )
