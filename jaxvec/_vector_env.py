@@ -22,7 +22,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from jaxvec import _arguments, _results, _tracing
-from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._engine.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import JaxvecError
 from jaxvec._leaves import limit

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _native, _stats
 from jaxvec._arguments import NO_SEED
-from jaxvec._dispatch.move import merge
+from jaxvec._engine.move import merge
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.envs import (
     AttributeErrorContext,

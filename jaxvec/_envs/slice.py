@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.move import Verb
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._envs.slice_extension import Retirement, SliceExtension

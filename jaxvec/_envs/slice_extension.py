@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.move import Verb
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Imports the native library, an extension module in C++, if it is available.
 
 `ext`, the module or `None`, contains the dispatch and the engine of native pools, XLA's handlers, and the
-stepping loop of workers. The other modules here wrap them in Python.
+stepping loop of workers. `_engine` wraps the former two in Python.
 """
 
 from __future__ import annotations

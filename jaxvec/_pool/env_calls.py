@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.engine import Engine
-from jaxvec._dispatch.move import Move, Verb
+from jaxvec._engine.engine import Engine
+from jaxvec._engine.move import Move, Verb
 from jaxvec._envs.slice import Arguments, Slice
 from jaxvec._memory.segment import InfoKind, known
 from jaxvec._pool.state import PoolState

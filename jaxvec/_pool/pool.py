@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, check_options, expand_options, merge_options
-from jaxvec._dispatch.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status
-from jaxvec._dispatch.move import Caller, Move, Verb, merge
+from jaxvec._engine.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status
+from jaxvec._engine.move import Caller, Move, Verb, merge
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._errors import EnvIdError, JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from jaxvec._dispatch.move import Move, Verb
+from jaxvec._engine.move import Move, Verb
 from jaxvec._memory.segment import Deliver
 
 # Takes the extension, the pool, a move, the operands, and how time steps are delivered; returns the results.

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.engine import Engine, PendingEnvs, Status
-from jaxvec._dispatch.move import Move, name_caller
+from jaxvec._engine.engine import Engine, PendingEnvs, Status
+from jaxvec._engine.move import Move, name_caller
 from jaxvec._errors import (
     EnvIdError,
     NotPicklableError,

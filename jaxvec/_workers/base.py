@@ -1,4 +1,4 @@
-"""Interfaces of the workers of a pool and of their launchers, and the choice of the dispatch.
+"""Interfaces of the workers of a pool and of their launchers.
 
 A pool uses a `WorkerGroup`: `ProcessWorkers` (process.py) or `SerialWorkers` (serial.py). The former starts
 its workers by a `Launcher` (fork.py, spawn.py). A `Backend` (backend.py) makes
@@ -7,7 +7,6 @@ the group.
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -18,23 +17,13 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
-from jaxvec._dispatch.dispatch import (
-    ParentDispatch,
-    PortableParentDispatch,
-    PortableWorkerDispatch,
-    WorkerDispatch,
-)
-from jaxvec._dispatch.engine import Engine, EngineConfig, PyEngine
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.channel import ParentChannel
+from jaxvec._engine.engine import Engine, EngineConfig
+from jaxvec._engine.move import Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import JaxvecError
-from jaxvec._leaves import Leaf
-from jaxvec._memory.segment import Arrays, Layout, Marks
-from jaxvec._native import load, reason_unavailable
-from jaxvec._native.native_dispatch import NativeParentDispatch, NativeWorkerDispatch
-from jaxvec._native.native_engine import CEngine, StepHere
+from jaxvec._memory.segment import Arrays, Layout
 from jaxvec._options import LimitName, Timeouts
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats
@@ -218,79 +207,3 @@ class WorkerGroup(ABC):
 
     def kill(self) -> None:  # noqa: B027 - a default
         """Kills worker processes at once, so that waits for them raise. Any thread may call it."""
-
-
-# --- Choice of the dispatch and of its engine ------------------------------------------------------------
-
-# Bytes of a row of `final_obs`. Smaller rows are all copied, as it is not worth selecting the final ones.
-_MIN_SELECTED_ROW = 1024
-
-_logger = logging.getLogger("jaxvec")
-
-
-def choose_dispatch(kind: str) -> str:
-    """Returns `"native"` or `"portable"`. Raises `NativeUnavailableError` for an unavailable `"native"`."""
-    if kind == "auto":
-        reason = reason_unavailable()
-        if reason is None:
-            return "native"
-        _logger.info("using the portable dispatch: %s", reason)
-        return "portable"
-    if kind == "native":
-        load()
-    return kind
-
-
-def parent_end(
-    kind: str, marks: Marks, *, slices: Slices, channels: Sequence[ParentChannel], spin_ns: int
-) -> ParentDispatch:
-    if kind == "native":
-        return NativeParentDispatch(marks, slices, channels, spin_ns=spin_ns)
-    return PortableParentDispatch(marks, slices, channels)
-
-
-def worker_end(
-    kind: str,
-    marks: Marks,
-    *,
-    worker: int,
-    slots: tuple[int, int],
-    channel: WorkerChannel,
-    spin_ns: int,
-    notices: int = 0,
-) -> WorkerDispatch:
-    # `notices` continues the count of a replaced worker, which the parent does not reset.
-    if kind == "native":
-        return NativeWorkerDispatch(marks, worker, slots, channel, spin_ns=spin_ns, notices=notices)
-    return PortableWorkerDispatch(marks, slots, channel)
-
-
-def open_engine(
-    end: ParentDispatch,
-    spec: PoolSpec,
-    arrays: Arrays,
-    *,
-    config: EngineConfig,
-    step_here: StepHere | None = None,
-) -> Engine:
-    """Makes the C++ engine, or the Python one if the dispatch is portable or leaves are Python objects.
-
-    `step_here` steps slots, if the envs are in this process.
-    """
-    if end.native_end is None or spec.object_leaves:
-        return PyEngine(config, done_at_once=step_here is not None)
-
-    def is_large(leaf: Leaf) -> bool:
-        return leaf.path[:2] == ("info", "final_obs") and leaf.nbytes >= _MIN_SELECTED_ROW
-
-    return CEngine(
-        end,
-        config,
-        fingerprint=spec.fingerprint,
-        actions=[arrays[leaf.path] for leaf in (*spec.action_leaves, *spec.option_leaves)],
-        num_options=len(spec.option_leaves),
-        results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
-        nonzero=[arrays["info", "_final_obs"] if is_large(leaf) else None for leaf in spec.timestep_leaves],
-        batch_size=spec.batch_size,
-        step_here=step_here,
-    )

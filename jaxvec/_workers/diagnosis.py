@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxvec._dispatch.move import Verb, verbs_of
+from jaxvec._engine.move import Verb, verbs_of
 from jaxvec._envs import failures
 from jaxvec._envs.slice import EnvSettings
 from jaxvec._errors import (

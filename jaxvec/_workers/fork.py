@@ -23,7 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from jaxvec._dispatch.channel import Channel, channel_pair
+from jaxvec._engine.channel import Channel, channel_pair
 from jaxvec._options import PoolConfig
 from jaxvec._util import affinity
 from jaxvec._workers import lifeline

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from jaxvec._dispatch.channel import Channel, adopt_channel
+from jaxvec._engine.channel import Channel, adopt_channel
 from jaxvec._util import affinity
 from jaxvec._workers import lifeline as _lifeline
 from jaxvec._workers import worker as _worker

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options, options_changed, select_options
-from jaxvec._dispatch.channel import Channel
-from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
-from jaxvec._dispatch.engine import Engine, EngineConfig
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.channel import Channel
+from jaxvec._engine.choice import choose_dispatch, open_engine, parent_end
+from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
+from jaxvec._engine.engine import Engine, EngineConfig
+from jaxvec._engine.move import Verb
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.slice import Arguments, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
@@ -39,9 +40,6 @@ from jaxvec._workers.base import (
     Process,
     WaitLimits,
     WorkerGroup,
-    choose_dispatch,
-    open_engine,
-    parent_end,
 )
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import check_all, name_worker

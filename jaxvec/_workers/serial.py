@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._dispatch.engine import Engine, EngineConfig
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.choice import choose_dispatch, open_engine, parent_end
+from jaxvec._engine.engine import Engine, EngineConfig
+from jaxvec._engine.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
 from jaxvec._envs.copies import copied
@@ -30,7 +31,7 @@ from jaxvec._options import LimitName, PoolConfig, reject
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Trace
 from jaxvec._workers.backend import Backend
-from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, choose_dispatch, open_engine, parent_end
+from jaxvec._workers.base import Check, WaitLimits, WorkerGroup
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import take_losses
 from jaxvec._workers.protocol import WorkerRecipe

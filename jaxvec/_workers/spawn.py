@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from jaxvec._dispatch.channel import Channel, channel_pair
+from jaxvec._engine.channel import Channel, channel_pair
 from jaxvec._options import PoolConfig
 from jaxvec._workers import lifeline
 from jaxvec._workers.base import Process, describe_exit

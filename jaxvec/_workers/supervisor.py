@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from jaxvec._arguments import Options, select_options
-from jaxvec._dispatch.channel import WAKE, ParentChannel
-from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
+from jaxvec._engine.channel import WAKE, ParentChannel
+from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
 from jaxvec._envs.slice import Arguments, EnvSettings, MethodName, Slice

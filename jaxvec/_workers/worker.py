@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.channel import Channel, adopt_channel
-from jaxvec._dispatch.dispatch import Work, WorkerDispatch
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.channel import Channel, adopt_channel
+from jaxvec._engine.choice import worker_end
+from jaxvec._engine.dispatch import Work, WorkerDispatch
+from jaxvec._engine.move import Verb
 from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, build_spares, close_envs, watch_forks
@@ -36,7 +37,6 @@ from jaxvec._stats import PID, RECYCLED, REPLACED, WAIT_NS
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
 from jaxvec._workers import stacks
-from jaxvec._workers.base import worker_end
 from jaxvec._workers.output import tag_lines
 from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Retired, Setup
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import cast_operands, check_seeds
-from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._engine.move import Caller, Move, Verb
 from jaxvec._errors import EnvDataError, EnvIdError
 from jaxvec._leaves import Leaf, build
 from jaxvec._memory.rows import InvalidValue, conform, store

@@ -23,8 +23,8 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _native
-from jaxvec._dispatch.engine import Status
-from jaxvec._dispatch.move import VERBS
+from jaxvec._engine.engine import Status
+from jaxvec._engine.move import VERBS
 from jaxvec._memory import pinned
 from jaxvec._native.interrupts import raise_since
 from jaxvec._pool import registry

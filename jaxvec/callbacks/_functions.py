@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvec._arguments import check_action, check_ids, check_name, check_options, find_first
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.move import Verb
 from jaxvec._results import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv, pool_of

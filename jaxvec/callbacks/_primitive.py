@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.move import Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry

@@ -25,12 +25,13 @@ from typing import Any, get_args
 import jaxvec
 from jaxvec import _native
 from jaxvec._backends.ray import cluster
+from jaxvec._engine import choice, native_dispatch
 from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._memory import pinned, segment
-from jaxvec._native import NativeUnavailableError, native_dispatch
+from jaxvec._native import NativeUnavailableError
 from jaxvec._settings import Transport
 from jaxvec._util import INTERRUPTED, affinity, can_bind, usable_cores
-from jaxvec._workers import base, fork, lifeline, process, stacks
+from jaxvec._workers import fork, lifeline, process, stacks
 from jaxvec.adapters import recording
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import UsageError, _bench, _check, _top
@@ -89,7 +90,7 @@ def _examine() -> Iterator[tuple[str, str]]:
         yield call, "permitted" if reason is None else f"off: {reason}"
     reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
-    yield "dispatch", base.choose_dispatch("auto")
+    yield "dispatch", choice.choose_dispatch("auto")
     reason = reason or native_dispatch.reason_for_long_slices()
     yield "short slices", "granted" if reason is None else f"off: {reason}"
     reason = _ffi.reason_unavailable()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import jaxvec
 from jaxvec._arguments import NO_SEED, check_action, check_env_id, check_ids, check_mask, expand_seeds
-from jaxvec._dispatch.move import Move, Verb
+from jaxvec._engine.move import Move, Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
 from jaxvec._options import AutoresetName

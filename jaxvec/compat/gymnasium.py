@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _vector_env
 from jaxvec._arguments import EXACT, check_action, expand_seeds
-from jaxvec._dispatch.move import Caller, Verb
+from jaxvec._engine.move import Caller, Verb
 from jaxvec._envs.constructors import load_from_main
 from jaxvec._errors import (
     ActionError,

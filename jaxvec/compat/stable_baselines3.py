@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _util
 from jaxvec._arguments import EXACT, check_action, expand_seeds
-from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._engine.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._leaves import Leaf, Node, builder, map_leaves
 from jaxvec._memory.segment import Copies, Rows

@@ -430,7 +430,7 @@ def stopped_at(line, worker):
 @pytest.mark.parametrize("verb", [jaxvec.reset, jaxvec.step], ids=["reset", "step"])
 def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatch, verb):
     """A step is under way then, and the pool broken by it; a reset has not begun, or has ended."""
-    monkeypatch.setattr("jaxvec._native.native_engine._WAIT", 1_000_000)  # ns, after which Python is asked
+    monkeypatch.setattr("jaxvec._engine.native_engine._WAIT", 1_000_000)  # ns, after which Python is asked
     program = jax.jit(verb)
     with disasters.make(CountingEnv, 2, num_workers=1, transport="ffi", dispatch="native") as envs:
         handle, _ = jaxvec.reset(envs)

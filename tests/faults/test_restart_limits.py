@@ -407,7 +407,7 @@ def test_a_wake_that_never_comes_holds_up_nothing(make):
     class Stopped(CountingEnv):
         def step(self, action):
             if action == 7:
-                from jaxvec._dispatch.channel import Channel
+                from jaxvec._engine.channel import Channel
 
                 def wake(channel):
                     os.kill(os.getpid(), signal.SIGSTOP)

@@ -137,7 +137,7 @@ KILLED = """
 import os, signal, sys
 import jaxvec
 from jaxvec._workers import fork as _fork, spawn as _spawn
-from jaxvec._dispatch.channel import Channel
+from jaxvec._engine.channel import Channel
 from jaxvec.testing import CountingEnv
 
 def die_after(where, name, times):

@@ -127,7 +127,7 @@ def test_a_wait_that_cpp_leaves_to_python_has_a_span(make, monkeypatch, tmp_path
             time.sleep(0.01)  # longer than C++ waits
             return super().step(action)
 
-    monkeypatch.setattr("jaxvec._native.native_engine._WAIT", 1)  # ns, after which Python waits
+    monkeypatch.setattr("jaxvec._engine.native_engine._WAIT", 1)  # ns, after which Python waits
     envs = make(Slow, 2, num_workers=1, transport="ffi", dispatch="native")
     program = run(envs, tmp_path / "pool.json", 10).program
     assert program["jaxvec.step"] == 10

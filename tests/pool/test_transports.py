@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support import disasters, probe
-from support.probe import Engine, Verb, _call, _ffi, _io_callback, _native, _primitive, base, pool_of
+from support.probe import Engine, Verb, _call, _ffi, _io_callback, _native, _primitive, choice, pool_of
 from support.probe import pool_module as pool
 
 import jaxvec
@@ -540,7 +540,7 @@ def test_arrays_that_do_not_fit_their_layout_are_refused():
 
 @pytest.mark.parametrize("verb", ["step", "recv"])
 def test_unread_results_over_io_callback_take_the_fast_path(make, monkeypatch, verb):
-    if base.choose_dispatch("auto") != "native":
+    if choice.choose_dispatch("auto") != "native":
         pytest.skip("there is no native library, so every move is made in Python")
     options = {"batch_size": 4} if verb == "recv" else {}
     envs = make(CountingEnv, 8, num_workers=2, transport="io_callback", **options)

@@ -17,10 +17,11 @@ import jaxvec
 from jaxvec import _errors, _native, _settings, _stats, _tracing, _util
 from jaxvec._arguments import check_action
 from jaxvec._backends.other_python import foreign_env
-from jaxvec._dispatch import dispatch
-from jaxvec._dispatch.channel import WAKE
-from jaxvec._dispatch.engine import Engine, PendingEnvs
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine import choice, dispatch, native_engine
+from jaxvec._engine.channel import WAKE
+from jaxvec._engine.engine import Engine, PendingEnvs
+from jaxvec._engine.move import Verb
+from jaxvec._engine.native_engine import CEngine
 from jaxvec._envs import failures
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, EpisodeTracker
 from jaxvec._envs.slice import SlotData
@@ -32,8 +33,6 @@ from jaxvec._leaves import as_jax
 from jaxvec._memory import pinned
 from jaxvec._memory import segment as segment_module
 from jaxvec._memory.segment import Marks, split_evenly
-from jaxvec._native import native_engine
-from jaxvec._native.native_engine import CEngine
 from jaxvec._options import PoolConfig
 from jaxvec._pool import pool as pool_module
 from jaxvec._pool.pool import Pool
@@ -43,7 +42,7 @@ from jaxvec._stats import WorkerStats
 from jaxvec._tracing import Span, Trace
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import pool_of
-from jaxvec._workers import base, budget, fork, forkserver, lifeline, output, process, spawn, stacks
+from jaxvec._workers import budget, fork, forkserver, lifeline, output, process, spawn, stacks
 from jaxvec._workers import supervisor as supervisor_module
 from jaxvec._workers.fair_locks import FairLocks
 from jaxvec._workers.interpreter import Interpreter

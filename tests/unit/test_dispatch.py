@@ -22,9 +22,8 @@ from support.segments import KINDS, board
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._dispatch import dispatch
-from jaxvec._dispatch.move import Verb, requests
-from jaxvec._workers import base
+from jaxvec._engine import choice, dispatch
+from jaxvec._engine.move import Verb, requests
 from jaxvec.cli._main import main
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -57,9 +56,9 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     num_workers = data.draw(st.integers(1, num_envs))
     marks, slices = board(num_envs, num_workers)
     down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
-    parent = base.parent_end(kind, marks, slices=slices, channels=up, spin_ns=0)
+    parent = choice.parent_end(kind, marks, slices=slices, channels=up, spin_ns=0)
     workers = [
-        base.worker_end(kind, marks, worker=w, slots=slices[w], channel=channel, spin_ns=0)
+        choice.worker_end(kind, marks, worker=w, slots=slices[w], channel=channel, spin_ns=0)
         for w, channel in enumerate(up)
     ]
     del down
@@ -90,8 +89,8 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
 def test_a_worker_takes_what_is_asked_for_by_other_verbs_apart(kind):
     marks, slices = board(7, 1)
     channel = LoopbackChannel()
-    parent = base.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
-    worker = base.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
+    parent = choice.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
+    worker = choice.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
     sent = [
         (Verb.RESET, [3, 1]),
         (Verb.STEP, [0]),
@@ -149,8 +148,8 @@ def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
     def missing():
         raise _native.NativeUnavailableError("the native library was not built")
 
-    monkeypatch.setattr(base, "load", missing)
-    assert base.choose_dispatch("portable") == "portable"
+    monkeypatch.setattr(choice, "load", missing)
+    assert choice.choose_dispatch("portable") == "portable"
     with pytest.raises(ImportError, match="was not built"):
         disasters.make(CountingEnv, 1, dispatch="native")
 
@@ -266,7 +265,7 @@ def test_doctor_gives_reason_for_missing_native_library(doctor_on_slices, monkey
 def test_a_request_that_is_being_written_is_not_received(kind):
     # A batched env needs all of its slots at once.
     marks, slices = board(4, 1)
-    end = base.worker_end(kind, marks, worker=0, slots=slices[0], channel=LoopbackChannel(), spin_ns=0)
+    end = choice.worker_end(kind, marks, worker=0, slots=slices[0], channel=LoopbackChannel(), spin_ns=0)
     marks.target[1] += 1  # as at the start of a send
     marks.requested[:2] = requests(np.array([1, 2]), Verb.STEP)
     with ThreadPoolExecutor(1) as pool:

@@ -24,18 +24,18 @@ from support.disasters import PATIENCE, within
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._dispatch import channel as _channel
-from jaxvec._dispatch import move as _move
-from jaxvec._dispatch.channel import WAKE
-from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, Work
-from jaxvec._dispatch.engine import Status
-from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._engine import channel as _channel
+from jaxvec._engine import choice
+from jaxvec._engine import move as _move
+from jaxvec._engine.channel import WAKE
+from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, Work
+from jaxvec._engine.engine import Status
+from jaxvec._engine.move import Caller, Move, Verb
 from jaxvec._leaves import as_jax
 from jaxvec._memory import segment
 from jaxvec._memory.segment import Marks
 from jaxvec._pool.pool import Pool, Timeouts
 from jaxvec._spec import Autoreset, EnvSpaces, make_spec
-from jaxvec._workers import base
 
 WAIT, END, DIE = 6, 7, 8  # actions: the worker waits for the gate; the episode ends; the worker does
 
@@ -61,20 +61,20 @@ class Threads:
         for channel in self._channels:
             self._poll.register(channel, select.POLLIN)
         marks = Marks.of(self._arrays)
-        self._end = base.parent_end(
+        self._end = choice.parent_end(
             self._kind, marks, slices=self._slices, channels=list(self._channels), spin_ns=0
         )
         self.any_resetting, self.first_completed = self._end.any_resetting, self._end.first_completed
         self.send, self.unfinished = self._end.send, self._end.unfinished
         for worker, (slots, descriptor) in enumerate(zip(self._slices, theirs, strict=True)):
             channel = _channel.adopt_channel(descriptor)
-            end = base.worker_end(self._kind, marks, worker=worker, slots=slots, channel=channel, spin_ns=0)
+            end = choice.worker_end(self._kind, marks, worker=worker, slots=slots, channel=channel, spin_ns=0)
             self._threads.append(threading.Thread(target=self._serve, args=(end, channel), daemon=True))
             self._threads[-1].start()
         return self._arrays
 
     def open_engine(self, config):
-        return base.open_engine(self._end, self._spec, self._arrays, config=config)
+        return choice.open_engine(self._end, self._spec, self._arrays, config=config)
 
     def wait(self, slots, count, limits):
         while not self._end.wait(slots, count, DEATH_CHECK_INTERVAL):

@@ -115,7 +115,7 @@ def test_an_extension_may_have_a_worker_replaced(monkeypatch, caplog):
 
 def test_the_core_names_no_extension_and_no_other_backend():
     root = Path(_envs.__file__).parents[1]
-    names = "_dispatch", "_envs", "_memory", "_native", "_pool", "_workers", "callbacks"
+    names = "_engine", "_envs", "_memory", "_native", "_pool", "_workers", "callbacks"
     rooms = [path for name in names for path in (root / name).glob("*.py")]
     top = [path for path in root.glob("_*.py") if path.name != "__init__.py"]
     assert len(rooms) > 40

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.move import Move, Verb
+from jaxvec._engine.move import Move, Verb
 from jaxvec._errors import EnvStateError, ResetNeededError, StaleStateError, StateFileError
 from jaxvec._extensions.states import state_files
 from jaxvec._extensions.states.slice_states import SliceStates

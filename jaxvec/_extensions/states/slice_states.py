@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._dispatch.move import Verb
+from jaxvec._engine.move import Verb
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn
 from jaxvec._envs.slice_extension import SliceExtension

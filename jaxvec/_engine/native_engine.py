@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.dispatch import ParentDispatch
-from jaxvec._dispatch.engine import FOREVER_NS, Engine, EngineConfig, MoveResult, Status
-from jaxvec._dispatch.move import VERBS, Caller, Move, name_caller
+from jaxvec._engine.dispatch import ParentDispatch
+from jaxvec._engine.engine import FOREVER_NS, Engine, EngineConfig, MoveResult, Status
+from jaxvec._engine.move import VERBS, Caller, Move, name_caller
 from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
 from jaxvec._tracing import Span, Trace

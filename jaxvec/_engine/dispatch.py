@@ -16,7 +16,7 @@ earlier request can't pass for a new one. Numbers only grow; 60 bits never run o
 in the order of the numbers. A worker that replaces a dead one finds its work in the marks.
 
 This file has the portable dispatch, which wakes the other side by one byte over the control socket. The
-native one in `_native/native_dispatch.py` sleeps and wakes on futexes in the segment. Each side writes the
+native one in `_engine/native_dispatch.py` sleeps and wakes on futexes in the segment. Each side writes the
 rows, then the mark, then wakes the other, and reads in the opposite order. The system calls order memory
 between the processes, so the portable dispatch needs no fences.
 """
@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
-from jaxvec._dispatch.move import VERBS, Verb, requests, verbs_of
+from jaxvec._engine.channel import WAKE, ParentChannel, WorkerChannel
+from jaxvec._engine.move import VERBS, Verb, requests, verbs_of
 from jaxvec._memory.segment import Marks
 
 DEATH_CHECK_INTERVAL = 0.05  # seconds between checks for dead workers, because a dead worker wakes no waiter

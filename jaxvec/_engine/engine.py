@@ -9,7 +9,7 @@ The data flow of one `Engine.move`:
     _leave                    let other threads in; this one still holds its slots
     take, release             copy the results once the workers have completed the slots, and release these
 
-The answer is a `Status`, which `_pool/state.py` turns into an error. `CEngine` in `_native/native_engine.py`
+The answer is a `Status`, which `_pool/state.py` turns into an error. `CEngine` in `_engine/native_engine.py`
 makes ordinary moves by one call of C++, and inherits the rest from `Engine`.
 """
 
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.move import Move, Verb
+from jaxvec._engine.move import Move, Verb
 from jaxvec._memory.segment import Deliver, Rows, Views, copies
 from jaxvec._tracing import SpanRecorder, Trace, span
 

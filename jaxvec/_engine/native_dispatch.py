@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
-from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Work, WorkerDispatch
-from jaxvec._dispatch.move import VERBS, Verb
+from jaxvec._engine.channel import ParentChannel, WorkerChannel
+from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Work, WorkerDispatch
+from jaxvec._engine.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
 
