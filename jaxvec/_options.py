@@ -142,13 +142,13 @@ class Recycle:
 
     def __post_init__(self) -> None:
         if self.memory is not None:
-            found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(self.memory).strip().upper())
-            if found is None or found[2] not in _UNITS or not float(found[1]):
+            parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(self.memory).strip().upper())
+            if parsed is None or parsed[2] not in _UNITS or not float(parsed[1]):
                 raise ValueError(
                     'Recycle(memory=...) must be a number of bytes, or a text such as "2GB", not '
                     f"{self.memory!r}"
                 )
-            object.__setattr__(self, "memory", int(float(found[1]) * _UNITS[found[2]]))
+            object.__setattr__(self, "memory", int(float(parsed[1]) * _UNITS[parsed[2]]))
         for name in ("steps", "descriptors"):
             if getattr(self, name) is not None:
                 count = check_count(f"Recycle({name}=...)", getattr(self, name), 1)
@@ -216,10 +216,10 @@ class Workers:
         if self.init is not None and not callable(self.init):
             raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
         if self.python is not None:
-            if not (found := shutil.which(os.path.expanduser(self.python))):
+            if not (path := shutil.which(os.path.expanduser(self.python))):
                 raise ValueError(f"Workers(python={self.python!r}): there is no executable of this name")
             # A virtual environment is known by the link that its executable is, so links are kept.
-            object.__setattr__(self, "python", os.path.abspath(found))
+            object.__setattr__(self, "python", os.path.abspath(path))
         if self.preload and self.start_method == "spawn":
             raise ValueError('Workers(preload=...) needs the fork server; start_method="spawn" has none')
         if not isinstance(self.recycle, Recycle | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -268,7 +268,7 @@ class States:
     def __post_init__(self) -> None:
         object.__setattr__(self, "max", check_count("States(max=...)", self.max, 0))
         trust: Any = self.trust
-        if not isinstance(trust, (tuple, list)) or not all(isinstance(each, type) for each in trust):
+        if not isinstance(trust, (tuple, list)) or not all(isinstance(kind, type) for kind in trust):
             raise TypeError(f"States(trust=...) must be a list of classes, not {trust!r}")
         functions: Any = self.functions
         if functions is None:
@@ -390,7 +390,8 @@ class PoolConfig:
             size = check_count("envs_per_instance", self.envs_per_instance, 1)
             object.__setattr__(self, "envs_per_instance", size)
         object.__setattr__(self, "spare_envs", check_count("spare_envs", self.spare_envs, 0))
-        autoreset, restart = self.autoreset, self.restart
+        autoreset = self.autoreset
+        restart = self.restart
         manual_reset = autoreset is not None and not autoreset.resets
         if self.spare_envs and manual_reset:
             raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")

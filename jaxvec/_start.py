@@ -226,7 +226,7 @@ def _as_arrays(value: Any, where: str, uncertain: list[str]) -> Any:
     """Returns a value with arrays as leaves. Adds places of Python's integers and bools to `uncertain`."""
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return {key: _as_arrays(each, f"{where}[{key!r}]", uncertain) for key, each in items}
+        return {key: _as_arrays(item, f"{where}[{key!r}]", uncertain) for key, item in items}
     array = np.asarray(value)
     if array.dtype.kind in "biu" and not isinstance(value, np.ndarray | np.generic):
         uncertain.append(where)

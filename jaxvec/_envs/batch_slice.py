@@ -51,7 +51,8 @@ class BatchSlice(Slice):
     ) -> None:
         self._instances = instances
         self._targets: list[Any] = instances  # or objects that record their steps and resets
-        self._size, self._check = size, check
+        self._size = size
+        self._check = check
         self.first = first
         self._spec = spec
         self._arrays = arrays
@@ -84,8 +85,12 @@ class BatchSlice(Slice):
                 self._check_chosen(rows, chosen)
             seeds = self._arrays["seed",][rows]
             reset = rows.start + np.flatnonzero(chosen)
-            given = [] if self._options is None else [self._options[slot - self.first] for slot in reset]
-            options = next((one for one in given if one is not None), None)  # one for the whole instance
+            options_of_slots = (
+                [] if self._options is None else [self._options[slot - self.first] for slot in reset]
+            )
+            options = next(
+                (slot_options for slot_options in options_of_slots if slot_options is not None), None
+            )  # one for the whole instance
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._error_context(which, "reset"):  # ends forks before they write rows
@@ -93,8 +98,10 @@ class BatchSlice(Slice):
             with self._error_context(which, "reset"):
                 obs, info = split_reset(result)
                 self._write(self._spec.obs, obs, rows)
-            mine = reset - self.first
-            self._returns[mine], self._lengths[mine], self._over[mine] = 0, 0, False
+            indices = reset - self.first
+            self._returns[indices] = 0
+            self._lengths[indices] = 0
+            self._over[indices] = False
             for path in (("terminated",), ("truncated",), ("info", "episode_length")):
                 self._arrays[path][reset] = 0
             for leaf in (self._spec.reward, self._spec.info.child("episode_return")):
@@ -151,8 +158,8 @@ class BatchSlice(Slice):
             attribute = attrgetter(name)(instance)
             return attribute(*mine, **keywords) if callable(attribute) else attribute
 
-        each = [(mine, kwargs) for mine in args]
-        return self._apply(slots, each, call, lambda slot: AttributeErrorContext(slot, name))
+        arguments_of_slots = [(mine, kwargs) for mine in args]
+        return self._apply(slots, arguments_of_slots, call, lambda slot: AttributeErrorContext(slot, name))
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
         def read(instance: Any) -> Any:
@@ -179,10 +186,10 @@ class BatchSlice(Slice):
                     continue
                 # `set_attr` takes values for all envs of the instance, so pass the other envs their own.
                 whole = len(rows) == self._size
-                each = [None] * self._size if whole else list(instance.get_attr(name))
+                values_of_envs = [None] * self._size if whole else list(instance.get_attr(name))
                 for row, value in rows.items():
-                    each[row] = value
-                instance.set_attr(name, each)
+                    values_of_envs[row] = value
+                instance.set_attr(name, values_of_envs)
 
     def _actions(self, node: Node, rows: slice) -> Any:
         """Returns a batch of actions, which is a tuple for a space without a fixed shape."""
@@ -201,11 +208,11 @@ class BatchSlice(Slice):
     ) -> list[Any]:
         answers: dict[int, Any] = {}
         results: list[Any] = []
-        for slot, mine in zip(slots, args, strict=True):
+        for slot, arguments in zip(slots, args, strict=True):
             which, row = divmod(slot - self.first, self._size)
             if which not in answers:
                 with error_context(slot):
-                    answers[which] = function(self._instances[which], *self._copied(mine))
+                    answers[which] = function(self._instances[which], *self._copied(arguments))
             value = answers[which]
             batched = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
             results.append(value[row] if batched else value)
@@ -236,8 +243,8 @@ class BatchSlice(Slice):
                     store(whole, self._arrays[node.path][rows], conform(whole, value, self._check))
                 except InvalidValue:
                     if np.shape(value) == whole.shape:
-                        each = writer(node, self._arrays, check=self._check)  # names the env
-                        self._write_each(each, rows, enumerate(value))
+                        write_row = writer(node, self._arrays, check=self._check)  # names the env
+                        self._write_each(write_row, rows, enumerate(value))
                     raise
             case PaddedNode():
                 pairs = zip(range(self._size), value, strict=True)
@@ -265,10 +272,11 @@ class BatchSlice(Slice):
 
     def _count(self, rows: slice, reward: NDArray[Any], over: NDArray[np.bool_]) -> None:
         """Updates and writes return and length of each episode."""
-        mine = slice(rows.start - self.first, rows.stop - self.first)
+        indices = slice(rows.start - self.first, rows.stop - self.first)
         # With next-step autoreset, the step after an episode's end is the reset.
-        was_reset = self._over[mine] & (self._spec.autoreset is Autoreset.NEXT_STEP)
-        returns, lengths = self._returns[mine], self._lengths[mine]
+        was_reset = self._over[indices] & (self._spec.autoreset is Autoreset.NEXT_STEP)
+        returns = self._returns[indices]
+        lengths = self._lengths[indices]
         with np.errstate(over="ignore", invalid="ignore"):  # see `rows.store`
             returns += reward
             returns[was_reset] = 0
@@ -277,9 +285,10 @@ class BatchSlice(Slice):
         lengths[was_reset] = 0
         self._arrays["info", "episode_length"][rows] = lengths
         if self._spec.autoreset is Autoreset.SAME_STEP:
-            returns[over], lengths[over] = 0, 0
+            returns[over] = 0
+            lengths[over] = 0
             self._stats[_stats.RESETS] += int(over.sum())
-        self._over[mine] = over
+        self._over[indices] = over
         self._stats[_stats.RESETS] += int(was_reset.sum())
         self._stats[_stats.STEPS] += self._size - int(was_reset.sum())
         self._stats[_stats.EPISODES] += int(over.sum())
@@ -296,8 +305,8 @@ class BatchSlice(Slice):
                 for leaf in leaves(node):
                     self._arrays[leaf.path][rows] = 0
             self._arrays["info", "_final_obs"][rows] = over
-            each = ((row, _final_obs(self._spec.obs, info, row)) for row in np.flatnonzero(over).tolist())
-            self._write_each(self._write_row[node.path], rows, each)
+            finals = ((row, _final_obs(self._spec.obs, info, row)) for row in np.flatnonzero(over).tolist())
+            self._write_each(self._write_row[node.path], rows, finals)
         if self._spec.has_final_info:
             final = info.get("final_info", {})
             self._write_declared(self._spec.info.child("final_info"), final, rows)
@@ -307,29 +316,29 @@ class BatchSlice(Slice):
             value = info.get(key)
             has = np.broadcast_to(value is not None and info.get(f"_{key}", True), (self._size,))
             is_whole = has.all() and isinstance(value, np.ndarray) and value.dtype != object
-            each = (
+            values_of_rows = (
                 [] if is_whole else [(row, _row(child, value, row)) for row in np.flatnonzero(has).tolist()]
             )
-            each = [(row, one) for row, one in each if one is not None]
+            values_of_rows = [(row, part) for row, part in values_of_rows if part is not None]
             masks = self._arrays[mask.path][rows]  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
             masks[:] = is_whole
-            masks[[row for row, _ in each]] = True
+            masks[[row for row, _ in values_of_rows]] = True
             if is_whole:
                 self._write(child, value, rows)
                 continue
             for leaf in leaves(child):
                 self._arrays[leaf.path][rows] = 0
-            self._write_each(self._write_row[child.path], rows, each)
+            self._write_each(self._write_row[child.path], rows, values_of_rows)
 
 
 def _as_seed(seeds: NDArray[np.int64]) -> Any:
     """Returns seeds in the simplest equivalent form, because not all batched envs accept lists."""
-    given = seeds != NO_SEED
-    if not given.any():
+    is_seeded = seeds != NO_SEED
+    if not is_seeded.any():
         return None
-    if given.all() and (np.diff(seeds) == 1).all():
+    if is_seeded.all() and (np.diff(seeds) == 1).all():
         return int(seeds[0])
-    return [int(seed) if one else None for seed, one in zip(seeds, given, strict=True)]
+    return [int(seed) if seeded else None for seed, seeded in zip(seeds, is_seeded, strict=True)]
 
 
 def _final_obs(node: Node, info: Mapping[str, Any], row: int) -> Any:
@@ -338,9 +347,13 @@ def _final_obs(node: Node, info: Mapping[str, Any], row: int) -> Any:
             "an episode ended under same-step autoreset, but info has no 'final_obs'; make the pool with "
             "final_obs=False"
         )
-    given = info["final_obs"]
+    observations = info["final_obs"]
     # Gymnasium's vector envs return an array of objects, others a batch of observations.
-    return given[row] if isinstance(given, np.ndarray) and given.dtype == object else _row(node, given, row)
+    return (
+        observations[row]
+        if isinstance(observations, np.ndarray) and observations.dtype == object
+        else _row(node, observations, row)
+    )
 
 
 def _row(node: Node, value: Any, row: int) -> Any:

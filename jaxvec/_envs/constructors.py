@@ -109,18 +109,21 @@ def resolve(
     if configs is not None and len(configs) != len(places):
         raise ValueError(f"env_configs has {len(configs)} configs, but there are {len(places)} envs to make")
     # The caller may change the values later, and workers can be replaced at any time.
-    env_kwargs, each = copied((env_kwargs, tuple(map(dict, configs or ()))))
-    each = each or [{}] * len(places)
+    env_kwargs, configs_of_envs = copied((env_kwargs, tuple(map(dict, configs or ()))))
+    configs_of_envs = configs_of_envs or [{}] * len(places)
     if isinstance(env, (str, EnvSpec)):
         if size is not None:
             raise TypeError("envs_per_instance goes with a callable that makes a gymnasium.vector.VectorEnv")
         # Resolve the id here, because it may be registered in this process only.
         spec = load_from_main(find_spec(env) if isinstance(env, str) else env)
-        return [partial(_construct, gymnasium.make, spec, **{**env_kwargs, **config}) for config in each]
+        return [
+            partial(_construct, gymnasium.make, spec, **{**env_kwargs, **config})
+            for config in configs_of_envs
+        ]
     env_fns = list(cast("Sequence[Any]", env)) if _is_list(env) else [env] * len(places)
     return [
         _bind(env_fn, index, worker, {**env_kwargs, **config})
-        for env_fn, (index, worker), config in zip(env_fns, places, each, strict=True)
+        for env_fn, (index, worker), config in zip(env_fns, places, configs_of_envs, strict=True)
     ]
 
 
@@ -144,7 +147,7 @@ def takes(env: Any, name: str, *, load: bool = True) -> bool | None:
 
     With `load`, it imports the module of a Gymnasium id.
     """
-    answers = [_takes(each, name, load=load) for each in (env if _is_list(env) else [env])]
+    answers = [_takes(env_fn, name, load=load) for env_fn in (env if _is_list(env) else [env])]
     return True if True in answers else None if None in answers else False
 
 
@@ -157,11 +160,11 @@ def _takes(env: Any, name: str, *, load: bool) -> bool | None:
         env = load_env_creator(env)
     answer = False
     # A class with `**kwargs` usually passes them to one of its bases.
-    for each in env.__mro__ if isinstance(env, type) else (env,):
-        if each is not env and vars(each).keys().isdisjoint(("__init__", "__new__")):
+    for kind in env.__mro__ if isinstance(env, type) else (env,):
+        if kind is not env and vars(kind).keys().isdisjoint(("__init__", "__new__")):
             continue
         try:
-            parameters = inspect.signature(each).parameters
+            parameters = inspect.signature(kind).parameters
         except (TypeError, ValueError):  # some builtins have no signature
             return None
         if name in parameters:
@@ -285,12 +288,12 @@ def find_spec(env_id: str) -> EnvSpec:
 
 def _classes_of(module: str) -> str:
     """Returns the envs that a module defines, for the error of an id that it lacks."""
-    found = [
+    class_names = [
         name
         for name, value in vars(sys.modules[module]).items()
         if isinstance(value, type) and issubclass(value, gymnasium.Env) and value.__module__ == module
     ]
-    return f". It has the env class {', '.join(found)}" if found else ""
+    return f". It has the env class {', '.join(class_names)}" if class_names else ""
 
 
 # --- Description of built envs, from which the parent makes the layout of the pool -----------------------
@@ -315,7 +318,9 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
             info = envs[0].reset()[1]
             info = one_of(info, 0, envs[0].num_envs) if isinstance(envs[0], VectorEnv) else dict(info)
     with EnvErrorContext(first, "constructor"):
-        spaces, mismatch, env_id = _spaces(envs[0], first), None, first
+        spaces = _spaces(envs[0], first)
+        mismatch = None
+        env_id = first
         for env in envs:
             merged = merge(spaces, _spaces(env, env_id), env_id, equal=equal_spaces)
             if isinstance(merged, str):
@@ -335,7 +340,8 @@ def merge(spaces: EnvSpaces, others: EnvSpaces, env_id: int, *, equal: bool) -> 
     """
     merged: dict[str, Any] = {}
     for name in ("observation", "action", "reward"):
-        expected, actual = getattr(spaces, name), getattr(others, name)
+        expected = getattr(spaces, name)
+        actual = getattr(others, name)
         exact = equal or name == "action"
         if expected is actual:  # a class attribute; comparing large boxes is slow
             merged[name] = expected

@@ -42,9 +42,9 @@ def copied(value: Any, depth: int = 2, *, map_again: MapAgain = lambda _: None) 
         raise
     except Exception:  # of the objects' own code, too
         if depth and type(value) is tuple:
-            return tuple(copied(each, depth - 1, map_again=map_again) for each in value)
+            return tuple(copied(item, depth - 1, map_again=map_again) for item in value)
         if depth and type(value) is dict:
-            return {key: copied(each, depth - 1, map_again=map_again) for key, each in value.items()}
+            return {key: copied(item, depth - 1, map_again=map_again) for key, item in value.items()}
         return value
 
 
@@ -63,16 +63,16 @@ def _copy_plain(value: Any, copies: dict[int, Any], map_again: MapAgain) -> Any:
     if kind is tuple:
         if _CONSTANTS.issuperset(map(type, value)):
             return value
-        return tuple([_copy_plain(each, copies, map_again) for each in value])
+        return tuple([_copy_plain(item, copies, map_again) for item in value])
     if (copy := copies.get(id(value))) is not None:
         return copy
     if kind is list:
         copy = copies[id(value)] = []
-        copy.extend(_copy_plain(each, copies, map_again) for each in value)
+        copy.extend(_copy_plain(item, copies, map_again) for item in value)
     elif kind is dict:
         copy = copies[id(value)] = {}
-        for key, each in value.items():
-            copy[_copy_plain(key, copies, map_again)] = _copy_plain(each, copies, map_again)
+        for key, item in value.items():
+            copy[_copy_plain(key, copies, map_again)] = _copy_plain(item, copies, map_again)
     elif _is_shared(value):
         return value
     elif kind is np.ndarray and not value.dtype.hasobject:
@@ -114,7 +114,8 @@ class _Copier(Pickler):
 
     def __init__(self, map_again: MapAgain) -> None:
         self._map_again = map_again
-        self._file, self._buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        self._file = io.BytesIO()
+        self._buffers = list[pickle.PickleBuffer]()
         super().__init__(self._file, 5, buffer_callback=self._buffers.append)  # copies arrays only once
         self._shared: list[Any] = []
 
@@ -122,8 +123,8 @@ class _Copier(Pickler):
         self.dump(value)
         self._file.seek(0)
         buffers = [
-            bytes(each) if each.raw().readonly else (self._map_again(each.raw()) or bytearray(each))
-            for each in self._buffers
+            bytes(buffer) if buffer.raw().readonly else (self._map_again(buffer.raw()) or bytearray(buffer))
+            for buffer in self._buffers
         ]
         unpickler = _SharingUnpickler(self._file, buffers=buffers)
         unpickler.shared = self._shared

@@ -165,7 +165,8 @@ def build_env(
     for owner, env in others:
         _check_distinct(env, owner, known)
     for number, env_fn in enumerate(env_fns):
-        env_id, advice = first + number * (size or 1), ""
+        env_id = first + number * (size or 1)
+        advice = ""
         try:
             with EnvErrorContext(env_id, "constructor"):
                 if known:

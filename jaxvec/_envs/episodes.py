@@ -48,8 +48,10 @@ class EpisodeTracker:
         self._zero: Any = np.zeros(shape) if shape else 0.0
         self.state = [LOST if lost else PLAYING] * count  # the constant for each env's next step
         # Return and length of each episode, in float64 and int64 whatever the segment stores.
-        self.returns, self.lengths = np.zeros((count, *shape)), np.zeros(count, np.int64)
-        self._returns, self._lengths = scalars(self.returns), scalars(self.lengths)
+        self.returns = np.zeros((count, *shape))
+        self.lengths = np.zeros(count, np.int64)
+        self._returns = scalars(self.returns)
+        self._lengths = scalars(self.lengths)
         self.row_rewards = scalars(rows["reward",])
         self.row_returns, self.row_lengths = (
             scalars(rows["info", name]) for name in ("episode_return", "episode_length")
@@ -134,7 +136,9 @@ class EpisodeTracker:
         self.state[index], self._returns[index], self._lengths[index] = state, self._zero, 0
 
     def _write_flags(self, index: int, terminated: bool, truncated: bool, *, fault: bool) -> None:
-        self._terminated[index], self._truncated[index], self._fault[index] = terminated, truncated, fault
+        self._terminated[index] = terminated
+        self._truncated[index] = truncated
+        self._fault[index] = fault
 
 
 # --- Rows that the program has received ------------------------------------------------------------------
@@ -156,7 +160,8 @@ class CommittedRows:
             leaf.path: np.empty_like(rows[leaf.path]) if leaf.is_object else rows[("kept", *leaf.path)]
             for leaf in spec.kept_leaves
         }
-        self._terminated, self._truncated = rows["terminated",], rows["truncated",]
+        self._terminated = rows["terminated",]
+        self._truncated = rows["truncated",]
         self._over, self._for, self._requested = (
             rows[name,] for name in ("kept_over", "kept_for", "requested")
         )

@@ -49,13 +49,15 @@ def report(failure: EnvFailure) -> Report:
     """Makes a report of `failure` and its cause; never raises."""
     error = failure.__cause__ or failure
     kind = type(error)
-    message, error_type = _text(error), EnvError
+    message = _text(error)
+    error_type = EnvError
     if isinstance(error, InvalidValue):
         error_type = EnvDataError
     elif isinstance(error, EnvStateError):
         error_type = EnvStateError
     if isinstance(failure, AttributeFailure):
-        message, error_type = _explain_attribute(error, failure.operation), EnvAttributeError
+        message = _explain_attribute(error, failure.operation)
+        error_type = EnvAttributeError
     return Report(
         env_id=failure.env_id,
         operation=failure.operation,
@@ -79,9 +81,9 @@ def to_error(report: Report, *, worker: int | None) -> EnvError | EnvStateError:
         where = place
     if issubclass(report.error, EnvStateError):
         return report.error(f"{operation} of {where}: {report.message}", env_id=report.env_id, worker=worker)
-    given = "" if report.action is None else f" with action {report.action}"
+    with_action = "" if report.action is None else f" with action {report.action}"
     if report.error is EnvDataError:
-        message = f"{where} returned wrong data from {operation}{given}: {report.message}"
+        message = f"{where} returned wrong data from {operation}{with_action}: {report.message}"
     elif report.is_action:
         message = f"{where} was not stepped: {report.message}"
     elif report.error is EnvAttributeError:
@@ -91,7 +93,7 @@ def to_error(report: Report, *, worker: int | None) -> EnvError | EnvStateError:
         message = f"{what} (env {report.env_id}{place and f', {place}'}){report.message}"
     else:
         message = (
-            f"{where} raised {report.kind} in {operation}{given}: {report.message}\n\n"
+            f"{where} raised {report.kind} in {operation}{with_action}: {report.message}\n\n"
             f"The env's own traceback:\n{report.traceback}"
         )
     error = report.error(

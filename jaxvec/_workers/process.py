@@ -319,8 +319,12 @@ class ProcessWorkers(WorkerGroup):
         columns = {path: self._arrays[path] for path in self._objects_out}
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
-            mine = slots[(first <= slots) & (slots < stop)]
-            return (mine, {path: column[mine] for path, column in columns.items()}) if len(mine) else None
+            slots_here = slots[(first <= slots) & (slots < stop)]
+            return (
+                (slots_here, {path: column[slots_here] for path, column in columns.items()})
+                if len(slots_here)
+                else None
+            )
 
         check_all(self.request(EnvSlice.put_objects, arguments, limit="start"))
 
@@ -328,8 +332,8 @@ class ProcessWorkers(WorkerGroup):
         """Fetches the time step leaves that are Python objects, which are not in the segment."""
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
-            mine = slots[(first <= slots) & (slots < stop)]
-            return (mine, self._objects_in) if len(mine) else None
+            slots_here = slots[(first <= slots) & (slots < stop)]
+            return (slots_here, self._objects_in) if len(slots_here) else None
 
         answers = check_all(self.request(EnvSlice.get_objects, arguments, limit=limit))
         for (first, stop), columns in zip(self._slices, answers, strict=True):

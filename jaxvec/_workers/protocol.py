@@ -198,7 +198,7 @@ def make_setup(
         first=first,
         init=pickled_init,
         env_fns=env_fns,
-        large=[buffers.add(each) for each in large] if buffers is not None else [],
+        large=[buffers.add(buffer) for buffer in large] if buffers is not None else [],
         config=config.for_workers(),
         spares=recipe.spares,
         equal_spaces=recipe.equal_spaces,

@@ -66,7 +66,9 @@ class SerialWorkers(WorkerGroup):
         self._recipe = recipe
         self._dispatch = choose_dispatch(recipe.config.settings.dispatch)
         self._budget = budget = Budget(recipe.config.restart, 1)
-        self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
+        self.restarts = budget.restarts
+        self.incarnations = [0]
+        self.last_errors = [None]
         self.env_settings = None
         if budget.policy is not None:
             pack = (lambda value: value) if recipe.shares_values else copied
@@ -74,9 +76,11 @@ class SerialWorkers(WorkerGroup):
         try:
             with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
-                found = describe(self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces)
+                description = describe(
+                    self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
+                )
                 # Samples and `batch_space` give spaces random generators, which envs would have as states.
-                self.description = replace(found, spaces=deepcopy(found.spaces))
+                self.description = replace(description, spaces=deepcopy(description.spaces))
             if self.description.mismatch is not None:
                 raise SpaceMismatchError(self.description.mismatch)
         except BaseException:
@@ -137,12 +141,12 @@ class SerialWorkers(WorkerGroup):
         limit: LimitName = "step",
         check: Check = lambda: None,
     ) -> list[Any]:
-        mine = arguments(0, self._num_envs)
-        if mine is None:
+        arguments_here = arguments(0, self._num_envs)
+        if arguments_here is None:
             return [None]
         try:
             with self._typed():
-                return [self._slice.answer(MethodName.of(method), *mine)]
+                return [self._slice.answer(MethodName.of(method), *arguments_here)]
         except (EnvError, EnvStateError) as error:
             return [error]
 
@@ -153,13 +157,16 @@ class SerialWorkers(WorkerGroup):
         return [self._slice.stop_trace() or Trace([])]
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
-        envs, self._envs = self._envs, []
+        envs = self._envs
+        self._envs = []
         self._close_slice()
         with self._typed():
             close_envs(envs, 0, self._recipe.config.envs_per_instance)
 
     def _recover(self, failure: EnvFailure) -> None:
-        slot, known, rebuild = failure.env_id, self.env_settings, self._budget.rebuilds
+        slot = failure.env_id
+        known = self.env_settings
+        rebuild = self._budget.rebuilds
         while True:
             losses = take_losses(known, [slot]) if rebuild else ""
             self._budget.spend(0, self._to_error(failure), losses)

@@ -77,7 +77,7 @@ def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies
     for pool in registry.of_spec(call.spec.fingerprint):
         pool.pin()
     arrays = [*operands, *Packing.of(call.results(operands[0].shape[0])).transfers]
-    sizes = np.array([math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in arrays], np.uint64)
+    sizes = np.array([math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays], np.uint64)
     # On each device, one call may start while the copies of the previous one are still running.
     calls = 2 * min(copies, devices)
     with suppress(pinned.PinningError), pinned.context():
@@ -91,7 +91,8 @@ def reason_unavailable() -> str | None:
     if native is None:
         return _native.reason_unavailable()
     # A handler built for a newer FFI than the runtime's can take down the whole CPU backend.
-    built_for, runtime = native.FFI_VERSION, _runtime_version()
+    built_for = native.FFI_VERSION
+    runtime = _runtime_version()
     if not _MIN_VERSION <= built_for <= runtime:
         return (
             f"the native library was built for XLA FFI {_format(built_for)}, but this jaxlib supports "
@@ -153,7 +154,8 @@ def _serve(
         raise TypeError("the operands of an FFI call must start with a handle's token; recompile the program")
     token = operands[0]
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
-    pool_id, rows = pool_id_of(token), len(token) if fresh else None
+    pool_id = pool_id_of(token)
+    rows = len(token) if fresh else None
     with (
         jax.profiler.TraceAnnotation(f"{VERBS[verb].function} (by Python)"),
         registry.serving(pool_id, fingerprint, rows) as pool,
@@ -162,7 +164,7 @@ def _serve(
         if on_device:
             pool.state.errors_late = True
             pool.pin()
-        unread = frozenset(i for i, each in enumerate(results) if not len(each))
+        unread = frozenset(i for i, result in enumerate(results) if not len(result))
         call = Call(VERBS[verb], pool.spec, "ffi", fresh, *pickle.loads(extra), unread=unread)
         _check_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _check_types(results, call.results(len(token)))
@@ -188,7 +190,7 @@ def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtype
     functions for programs, when they are traced.
     """
     got = [(buffer.dtype, buffer.shape) for buffer in buffers]
-    expected = [(each.dtype, each.shape) for each in types]
+    expected = [(result_type.dtype, result_type.shape) for result_type in types]
     if got != expected:
         raise TypeError(f"FFI buffers {got} do not match the pool's {expected}; recompile the program")
 
@@ -196,8 +198,8 @@ def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtype
 def _runtime_version() -> int:
     """Returns the FFI version of the installed jaxlib."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
-    return 1000 * int(found["MAJOR"]) + int(found["MINOR"])
+    versions = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    return 1000 * int(versions["MAJOR"]) + int(versions["MINOR"])
 
 
 def _format(version: int) -> str:

@@ -253,13 +253,13 @@ def make(
             print(envs.single_observation_space.shape)  # (3,)
         ```
     """
-    given = locals()  # has the fields of PoolConfig under equal names
+    values = locals()  # has the fields of PoolConfig under equal names
     if _primitive.in_program():
         raise RuntimeError(_IN_PROGRAM)
     constructor = env = constructors.listed(env)
     try:
         config = PoolConfig(
-            **{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given}
+            **{option.name: values[option.name] for option in fields(PoolConfig) if option.name in values}
         )
         constructor = choose_interpreter(config).constructor(env)
         _refuse_unknown(constructor, env_kwargs)
@@ -275,7 +275,7 @@ def make(
             place=place,
         )
     except Exception as error:
-        for name, text in _options_of_env(constructor, given, load=True):
+        for name, text in _options_of_env(constructor, values, load=True):
             if name in str(error):
                 add_note(error, text)
         for name in env_kwargs:
@@ -287,7 +287,7 @@ def make(
     try:
         if place is not None:
             place.prepare(envs)
-        for _, text in _options_of_env(constructor, given, load=False):
+        for _, text in _options_of_env(constructor, values, load=False):
             warnings.warn(text, stacklevel=2)
     except BaseException:
         envs.close()
@@ -299,7 +299,8 @@ def _options_of_env(env: Any, given: Mapping[str, Any], *, load: bool) -> Iterat
     """Yields each given option of `make` that the env takes, too, with a text that names `env_configs`."""
     configs = given["env_configs"] or ()
     for name, parameter in inspect.signature(make).parameters.items():
-        value, default = given[name], parameter.default
+        value = given[name]
+        default = parameter.default
         if parameter.kind is not parameter.KEYWORD_ONLY or value is default:
             continue
         # A record of jaxvec is not meant for the env. An entry in `env_configs` shows that both are meant.
@@ -318,8 +319,8 @@ def _options_of_env(env: Any, given: Mapping[str, Any], *, load: bool) -> Iterat
 
 def _unknown(name: str) -> str:
     """Returns a note for a keyword that is neither an option of `make` nor an argument of the env."""
-    options = [each for each in inspect.signature(make).parameters if each != "env_kwargs"]
-    close = difflib.get_close_matches(name, options, n=1) or [each for each in options if name in each]
+    options = [option for option in inspect.signature(make).parameters if option != "env_kwargs"]
+    close = difflib.get_close_matches(name, options, n=1) or [option for option in options if name in option]
     question = f"; did you mean {close[0]}?" if close else ""
     return f"{name} is no option of jaxvec.make either, which passes unknown keywords to the env{question}"
 
