@@ -22,6 +22,7 @@ _extension.interpreters.append(_backends.make_other_python)
 
 if TYPE_CHECKING:
     from jaxvec import adapters as adapters
+    from jaxvec import backends as backends
     from jaxvec import logging as logging
     from jaxvec import normalize as normalize
     from jaxvec import ports as ports
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from jaxvec import testing as testing
     from jaxvec._backends.ray.rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
+    from jaxvec._workers.backend import Backend
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._handle import Handle
     from jaxvec.callbacks._make import make
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Backend",
     "EnvState",
     "Handle",
     "Recycle",
@@ -62,10 +65,21 @@ __all__ = [
 ]
 __all__ += _errors.__all__
 
-_MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "ports", "spaces", "testing")
+_MODULES = (
+    "adapters",
+    "backends",
+    "compat",
+    "datasets",
+    "logging",
+    "normalize",
+    "ports",
+    "spaces",
+    "testing",
+)
 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
+    "Backend": "_workers.backend",
     "Handle": "callbacks._handle",
     "Rollout": "_backends.ray.rollouts",
     "Rollouts": "_backends.ray.rollouts",

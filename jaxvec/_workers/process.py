@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.slice import Arguments, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
-from jaxvec._options import LimitName, PoolConfig
+from jaxvec._options import LimitName
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Trace
@@ -45,7 +45,6 @@ from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import check_all, name_worker
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
-from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.output import Output, OutputFiles, OutputLog
 from jaxvec._workers.protocol import Attach, WorkerRecipe
 from jaxvec._workers.spawn import Spawner
@@ -70,9 +69,9 @@ def choose_start_method(name: str) -> str:
 class LocalLauncher(Launcher):
     """Starts workers on this machine, by fork or, where that is unsafe, as new interpreters."""
 
-    def __init__(
-        self, config: PoolConfig, interpreter: Interpreter, slices: Mapping[int, tuple[int, int]]
-    ) -> None:
+    def __init__(self, recipe: WorkerRecipe) -> None:
+        config = recipe.config
+        interpreter = recipe.interpreter
         self._config, self._interpreter = config, interpreter
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config, interpreter) if forks else Spawner(config, interpreter)
@@ -84,7 +83,9 @@ class LocalLauncher(Launcher):
         if config.workers.output == "file":
             self._output = OutputFiles()
         elif config.workers.output == "log":
-            self._output = OutputLog({worker: name_worker(worker, slots) for worker, slots in slices.items()})
+            self._output = OutputLog(
+                {worker: name_worker(worker, slots) for worker, slots in enumerate(recipe.slices)}
+            )
 
     def launch(self, worker: int) -> tuple[Process, Channel]:
         with self._output.streams(worker) as streams:
@@ -126,7 +127,7 @@ class LocalProcesses(Backend):
         return min(num_instances, usable_cores())
 
     def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
-        launcher = LocalLauncher(recipe.config, recipe.interpreter, dict(enumerate(recipe.slices)))
+        launcher = LocalLauncher(recipe)
         return ProcessWorkers(recipe, launcher, learn_info=learn_info)
 
 

@@ -25,6 +25,7 @@ from support.probe import _errors, process
 from test_docs import check, installed
 
 import jaxvec
+from jaxvec import backends
 
 SOURCES = Path(jaxvec.__file__).parent
 NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np": np}
@@ -32,6 +33,7 @@ NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np":
 # These classes' methods have an example each; elsewhere that of the class shows them, or they are our own.
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
 NO_EXAMPLE = {f"jaxvec.{name}": "docs/developers/error_examples.md has them" for name in _errors.__all__}
+NO_EXAMPLE |= {f"jaxvec.backends.{name}": "docs/how-to/backend.md has one" for name in backends.__all__}
 NOT_RUN = {
     "jaxvec.Rollout": "needs a cluster; tests/ray/test_rollouts.py makes rollouts",
     "jaxvec._backends.ray.rollouts.RolloutStats": "needs a cluster",
@@ -101,7 +103,7 @@ def _module(module: str) -> Iterator[tuple[str, str]]:
 
 
 def _public() -> Iterator[tuple[str, str]]:
-    for module in ("adapters", "logging", "normalize", "ports", "testing"):
+    for module in ("adapters", "backends", "logging", "normalize", "ports", "testing"):
         yield from _module(f"jaxvec.{module}")
     yield from _module("jaxvec")
     for name in _errors.__all__:  # jaxvec exports all of them

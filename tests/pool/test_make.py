@@ -731,7 +731,8 @@ def test_public_names_are_there_and_load_jax_lazily():
     for name in jaxvec.__all__:
         assert getattr(jaxvec, name) is not None
     assert "jax" in sys.modules
-    modules = ["adapters", "compat", "datasets", "logging", "normalize", "ports", "spaces", "testing"]
+    modules = ["adapters", "backends", "compat", "datasets", "logging", "normalize", "ports"]
+    modules += ["spaces", "testing"]
     assert dir(jaxvec) == sorted([*jaxvec.__all__, *modules])
     assert jaxvec.compat.__name__ == "jaxvec.compat"
     try:

@@ -10,9 +10,7 @@ import pytest
 
 import jaxvec
 from jaxvec._options import reject
-from jaxvec._workers.backend import Backend
-from jaxvec._workers.base import Launcher
-from jaxvec._workers.process import LocalLauncher, ProcessWorkers
+from jaxvec.backends import Backend, Launcher, LocalLauncher, ProcessWorkers
 from jaxvec.testing import CountingEnv
 
 
@@ -36,7 +34,7 @@ class AdvisedLauncher(Launcher):
     def __init__(self, backend, recipe):
         self.backend, self.local = (
             backend,
-            LocalLauncher(recipe.config, recipe.interpreter, dict(enumerate(recipe.slices))),
+            LocalLauncher(recipe),
         )
 
     def launch(self, worker):
