@@ -31,7 +31,7 @@ Name dict_name{"__dict__"}, env_name{"env"}, array_name{"array"}, class_name{"cl
     state_name{"state"}, sequence_name{"sequence"}, num_spawned_name{"num_spawned"}, apply_name{"apply_to"},
     space_name{"space"}, equal_name{"equal"}, generators_name{"generators"}, random_name{"_np_random"},
     bit_generator_name{"bit_generator"}, seed_sequence_name{"seed_seq"},
-    seeds_spawned_name{"n_children_spawned"}, pairs_name{"pairs"}, kept_name{"kept"}, fields_name{"fields"};
+    seeds_spawned_name{"n_children_spawned"}, pairs_name{"pairs"}, fields_name{"fields"};
 
 // The mutable objects, and nodes of unchanged ones, that were seen so far. Two attributes may be one object,
 // and only the walk preserves that.
@@ -162,8 +162,8 @@ bool is_same_dict(PyObject* node, PyObject* dict, const Nodes& nodes) {
 }
 
 bool is_same_object(PyObject* node, PyObject* object, const Nodes& nodes, Visited* visited) {
-  const Ref cls = get(node, class_name), kept = get(node, kept_name), saved = get(node, fields_name);
-  if (class_of(object) != cls.get() || (kept.get() != Py_None && kept.get() != object)) return false;
+  const Ref cls = get(node, class_name), saved = get(node, fields_name);
+  if (class_of(object) != cls.get()) return false;
   const Ref held(PyObject_GetAttr(object, dict_name.object));
   if (!held) {  // it has slots only
     PyErr_Clear();
@@ -519,10 +519,10 @@ PyMethodDef functions[] = {
 }  // namespace
 
 bool add_states(PyObject* module) {
-  for (Name* name : {&dict_name, &env_name, &array_name, &class_name, &bits_name, &state_name, &sequence_name,
-                     &num_spawned_name, &apply_name, &space_name, &equal_name, &generators_name, &random_name,
-                     &bit_generator_name, &seed_sequence_name, &seeds_spawned_name, &pairs_name, &kept_name,
-                     &fields_name}) {
+  for (Name* name :
+       {&dict_name, &env_name, &array_name, &class_name, &bits_name, &state_name, &sequence_name,
+        &num_spawned_name, &apply_name, &space_name, &equal_name, &generators_name, &random_name,
+        &bit_generator_name, &seed_sequence_name, &seeds_spawned_name, &pairs_name, &fields_name}) {
     name->object = PyUnicode_InternFromString(name->text);
     if (name->object == nullptr) return false;
   }

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import array
 import collections
-import ctypes
 import datetime
 import decimal
 import enum
 import fractions
-import gc
 import io
 import itertools
 import operator
@@ -31,7 +29,7 @@ from zlib import crc32
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from support.graphs import KINDS, AttrDict, Data, DataSlots, Guarded, Number, Slotted, Thing, pygame
+from support.graphs import KINDS, Data, DataSlots, Guarded, Number, Slotted, Thing, pygame
 
 # ----------------------------------------------------------------------------------------------------------
 # Description, parts and changes of an object
@@ -42,7 +40,7 @@ _MISSING = object()
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    held = {} if isinstance(value, AttrDict) else dict(getattr(value, "__dict__", {}))
+    held = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -65,12 +63,10 @@ _ITERATORS = (
 
 def parts(value: Any) -> list[Any]:
     """Returns the objects that an object refers to, in an order that is equal in all processes."""
-    if type(value) in weakref.ProxyTypes:
-        return [referent(value)]
     if isinstance(value, type | types.ModuleType | enum.Enum | pathlib.PurePath | fractions.Fraction):
         return []
     if isinstance(value, weakref.ref):
-        return [value()]
+        return []
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if not is_empty(cell)]
         return [
@@ -82,31 +78,23 @@ def parts(value: Any) -> list[Any]:
     if isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
         return [value.__self__]
     found: list[Any] = []
-    if isinstance(value, dict | types.MappingProxyType | collections.UserDict):
+    if isinstance(value, dict | collections.UserDict):
         found = [each for pair in value.items() for each in pair]
     elif isinstance(value, set | frozenset):
         found = sorted((each for each in value if not hasattr(each, "__dict__")), key=repr)
     elif isinstance(value, list | tuple | collections.deque | type({}.values()) | type({}.items())):
         found = list(value)
     elif isinstance(value, np.ndarray):
-        if value.dtype == object:
-            found = value.ravel().tolist()
         owner = owner_of(value)
         found += [owner] if isinstance(owner, bytearray | array.array) else []
-    elif isinstance(value, memoryview):
-        found = [value.obj]
     elif isinstance(value, partial):
         found = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, np.random.Generator):
         found = [value.bit_generator]
     elif isinstance(value, np.random.RandomState):
         found = [value._bit_generator]  # type: ignore[attr-defined]
-    elif pygame is not None and isinstance(value, pygame.Surface):
-        found = [value.get_parent()]
     elif type(value).__name__ in _ITERATORS:
         found = [each for each in value.__reduce__()[1] if not callable(each)]
-    elif isinstance(value, BaseException):
-        found = [*value.args, value.__cause__, value.__traceback__ is None]
     elif isinstance(value, spaces.Space):
         return [] if value._np_random is None else [value._np_random]
     if isinstance(value, collections.defaultdict):
@@ -116,13 +104,6 @@ def parts(value: Any) -> list[Any]:
         *found,
         *(held[name] for name in sorted(held) if not isinstance(value, random.Random) or name == "draws"),
     ]
-
-
-def referent(proxy: Any) -> Any:
-    try:
-        return proxy.__repr__.__self__
-    except ReferenceError:
-        return None
 
 
 def is_empty(cell: Any) -> bool:
@@ -137,8 +118,6 @@ def shown(value: Any) -> str:
     """Returns a description of an object itself, without its parts."""
     kind = type(value)
     text = kind.__name__
-    if type(value) in weakref.ProxyTypes:
-        return "proxy"
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, np.ndarray):
@@ -148,10 +127,6 @@ def shown(value: Any) -> str:
         return f"{text} {value.dtype} {value.tobytes()!r}"
     if isinstance(value, bytearray | array.array):
         return f"{text} {value!r}"
-    if isinstance(value, memoryview):
-        return f"{text} {value.format} {value.shape} {value.readonly} {value.tobytes()!r}"
-    if isinstance(value, ctypes.Array):
-        return f"{text} {bytes(value)!r}"
     if isinstance(value, float | complex | int | str | bytes | range | slice | None | decimal.Decimal):
         own: Any = (
             int if isinstance(value, int) and kind is not bool else str if isinstance(value, str) else kind
@@ -166,9 +141,7 @@ def shown(value: Any) -> str:
         return f"{text} {value.getstate()}"
     if pygame is not None and isinstance(value, pygame.Surface):
         pixels = pygame.image.tobytes(value, "RGBA")
-        return f"{text} {value.get_size()} {value.get_offset()} {value.get_bitsize()} {pixels!r}"
-    if isinstance(value, np.random.SeedSequence):
-        return f"{text} {value.state}"
+        return f"{text} {value.get_size()} {value.get_bitsize()} {pixels!r}"
     if isinstance(value, io.BytesIO | io.StringIO):
         return f"{text} {value.getvalue()!r} {value.tell()}"
     if isinstance(value, types.FunctionType):
@@ -204,7 +177,7 @@ def describe(roots: list[Any], last: Any) -> str:
         if type(value) in ATOMS:
             lines.append(shown(value))
             continue
-        if issubclass(type(value), tuple | frozenset | np.generic) and not isinstance(value, np.void):
+        if issubclass(type(value), tuple | frozenset | np.generic):
             lines.append(shown(value))  # without a number, as a copy is as good
             pending.extend(parts(value))
             continue
@@ -213,16 +186,14 @@ def describe(roots: list[Any], last: Any) -> str:
             continue
         numbers[id(value)] = len(numbers)
         alive.append(value)
-        lines.append(
-            shown(value) + ("" if type(value) in weakref.ProxyTypes else place(value, owners, alive))
-        )
+        lines.append(shown(value) + place(value, owners, alive))
         pending.extend(parts(value))
     return "\n".join(lines)
 
 
 def place(value: Any, owners: dict[int, tuple[int, int]], alive: list[Any]) -> str:
     """Returns an array's memory, and its offset from the first array in the same memory."""
-    if not isinstance(value, np.ndarray | np.void):
+    if not isinstance(value, np.ndarray):
         return ""
     owner = owner_of(value)
     alive.append(owner)
@@ -244,29 +215,19 @@ def owner_of(value: Any) -> Any:
 
 def changed(value: Any, n: int, other: Any) -> Any:
     """Changes an object and returns the method's result; `other` is another part of the graph."""
-    if type(value) in weakref.ProxyTypes:
-        value = referent(value)
-    if isinstance(value, weakref.ref):
-        value = value()
     if isinstance(value, np.ndarray):
         return _change_array(value, n, other)
-    if isinstance(value, np.void):
-        value[value.dtype.names[0]] += n
-    elif isinstance(value, types.FunctionType | types.MethodType | types.BuiltinMethodType | partial):
+    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinMethodType | partial):
         return _call(value, n)
-    elif isinstance(value, Thing | Slotted):
+    if isinstance(value, Thing | Slotted):
         if n % 3 == 0:
             value.child = other
         elif n % 7 == 1 and isinstance(value, Thing) and type(value) is not Guarded:
             value.added = other
         return value.bump(n)
-    elif isinstance(value, Data | DataSlots | types.SimpleNamespace):
+    if isinstance(value, Data | DataSlots | types.SimpleNamespace):
         value.n += n
         value.child = other if n % 2 else value.child
-    elif isinstance(value, AttrDict):
-        value.n = [AttrDict(n=n), value] if n % 3 else n
-        value["child"] = other
-        return len(value)
     elif isinstance(value, dict):
         if isinstance(value, collections.OrderedDict) and n % 3 == 1 and value:
             value.move_to_end(next(iter(value)))
@@ -274,8 +235,6 @@ def changed(value: Any, n: int, other: Any) -> Any:
             return value.pop(next(iter(value)))
         elif isinstance(value, collections.defaultdict) and n % 4 == 1:
             return value[n % 8]
-        elif "n" in value:  # it may be the `__dict__` of an object
-            value["n"] = n
         else:
             value[n % 6] = n if isinstance(value, collections.Counter) else other
     elif isinstance(value, list):
@@ -296,9 +255,6 @@ def changed(value: Any, n: int, other: Any) -> Any:
             value[n % len(value)] = n % 200
     elif isinstance(value, array.array):
         value[n % len(value)] = n % 100
-    elif isinstance(value, memoryview):
-        if not value.readonly and value.format == "B" and len(value):
-            value[n % len(value)] = n % 200
     elif isinstance(value, np.random.Generator):
         if n % 4 == 1 and isinstance(value.bit_generator.seed_seq, np.random.SeedSequence):
             return value.spawn(1)[0] if hasattr(value, "spawn") else None
@@ -309,20 +265,16 @@ def changed(value: Any, n: int, other: Any) -> Any:
         return value.normal()
     elif isinstance(value, random.Random):
         return value.gauss(0, 1) if n % 2 else value.random()
-    elif isinstance(value, np.random.SeedSequence):
-        return value.spawn(1)[0]
     elif isinstance(value, io.BytesIO):
         return value.write(b"xy") if n % 2 else value.read(1)
     elif isinstance(value, io.StringIO):
         return value.write("xy") if n % 2 else value.read(1)
-    elif isinstance(value, ctypes.Array):
-        value[n % 4] = n
     elif pygame is not None and isinstance(value, pygame.Surface):
         value.fill((n, n, 2 * n), (n % 3, n % 2, 1, 1))
     elif isinstance(value, spaces.Space):
         return repr(value.sample())
-    elif isinstance(value, Number | BaseException):
-        value.mark = n  # type: ignore[union-attr]
+    elif isinstance(value, Number):
+        value.mark = n  # type: ignore[attr-defined]
     elif hasattr(value, "__next__"):
         return next(value, None)
     return None
@@ -334,12 +286,6 @@ def _change_array(value: Any, n: int, other: Any) -> Any:
             value.flags.writeable = True
     elif not value.size:
         pass
-    elif value.dtype == object:
-        value.flat[n % value.size] = other if n % 2 else n
-    elif value.dtype.names:
-        value[value.dtype.names[-1]] = np.zeros((), value.dtype)[value.dtype.names[-1]]
-        name = value.dtype.names[0]
-        value[name] = n % 100
     elif value.dtype.kind in "fiuc?":
         value.flat[n % value.size] = n % 100
     elif value.dtype.kind in "US":
@@ -402,8 +348,6 @@ class GraphEnv(gymnasium.Env[Any, Any]):
         return self._observe(), 0.0, False, False, {}
 
     def describe(self) -> str:
-        if "weak" in str(self.program):
-            gc.collect()  # so that cycles that only weak references reach end at the same step everywhere
         held = vars(self)
         names = sorted(name for name in held if name.startswith("root"))
         seen = describe([self.numbers, self.np_random, *(held[name] for name in names)], self.last)
@@ -437,4 +381,4 @@ class GraphEnv(gymnasium.Env[Any, Any]):
             if not inside:
                 break
             value = inside[number % len(inside)]
-        return None if type(value) is weakref.ProxyType else value  # its referent may be gone
+        return value

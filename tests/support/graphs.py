@@ -129,26 +129,6 @@ class Color(enum.Enum):
     BLUE = 2
 
 
-class Loud(dict[Any, Any]):
-    count = 0
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.count += 1
-        super().__setitem__(key, value)
-
-
-class Names(list[Any]):
-    pass
-
-
-class Ring(collections.deque[Any]):
-    pass
-
-
-class Marked(set[Any]):
-    pass
-
-
 class Number(int):
     pass
 
@@ -159,40 +139,6 @@ class Text(str):
 
 class Ordered(collections.OrderedDict[Any, Any]):
     pass
-
-
-class SubRandom(random.Random):
-    draws = 0
-
-    def random(self) -> float:
-        self.draws += 1
-        return super().random()
-
-
-class AttrDict(dict[Any, Any]):
-    """A dict that is its own `__dict__`."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(**items)
-        self.__dict__ = self
-
-
-class SubGenerator(np.random.Generator):
-    def __init__(self, bits: Any, child: Any) -> None:
-        super().__init__(bits)
-        self.child, self.draws = child, 0
-
-    def normal(self) -> float:
-        self.draws += 1
-        return super().normal()
-
-
-class SubBits(np.random.Philox):
-    draws = 0
-
-    def random_raw(self) -> Any:
-        self.draws += 1
-        return super().random_raw()
 
 
 def plain(n: int) -> int:
@@ -275,15 +221,6 @@ def _self_list(child: Any, n: int) -> Any:
     return made
 
 
-def _objects(child: Any, n: int) -> Any:
-    made = np.empty((2, 3) if n % 2 else 4, object)
-    made[:] = 0
-    made.flat[n % 4] = child
-    if n % 5 == 0:
-        made.flat[3] = made
-    return made
-
-
 def _view(child: Any, n: int) -> Any:
     """Returns a view of `child` if it is an array, else of a new array."""
     base = child if isinstance(child, np.ndarray) else np.arange(12.0).reshape(3, 4)
@@ -295,21 +232,9 @@ def _view(child: Any, n: int) -> Any:
         lambda: base.reshape(-1) if base.size else base[...],
         lambda: base[None],
         lambda: np.broadcast_to(base, (2, *base.shape)),
-        lambda: (
-            base.view(np.recarray)
-            if base.dtype.names
-            else base.view(np.matrix)
-            if base.ndim == 2
-            else base[...]
-        ),
-        lambda: (
-            base.view(np.uint8)
-            if not base.dtype.hasobject and base.flags.c_contiguous and base.ndim
-            else base[...]
-        ),
+        lambda: base.view(np.uint8) if base.flags.c_contiguous and base.ndim else base[...],
         lambda: base.real if base.dtype.kind == "c" else base[...],
-        lambda: base[base.dtype.names[0]] if base.dtype.names else np.lib.stride_tricks.as_strided(base),
-        lambda: base[1] if base.dtype.names and base.ndim == 1 and len(base) > 1 else base[...],
+        lambda: np.lib.stride_tricks.as_strided(base),
     ]
     return cuts[n % len(cuts)]()
 
@@ -324,37 +249,10 @@ def _locked(child: Any, n: int) -> Any:
 def _array(child: Any, n: int) -> Any:
     dtypes: list[Any] = [
         *("f8", "f4", "i4", "u1", "?", "c16", "U3", "S3", "M8[s]", "f2", ">i4"),
-        [("x", "f8"), ("y", "i4")],
-        np.dtype([("a", "i1"), ("b", "f8")], align=True),
-        [("p", "i4", (2,)), ("q", [("r", "f4")])],
     ]
     shape = [(3,), (2, 3), (), (0,), (40,), (2, 2, 2)][n % 6]
     order = "F" if n % 4 == 1 else "C"
     return np.zeros(shape, dtypes[n % len(dtypes)], order)
-
-
-def _record(child: Any, n: int) -> Any:
-    table = np.zeros(4, [("x", float), ("y", int)])
-    return [table[n % 4], table] if n % 3 else table.view(np.recarray)[n % 4]
-
-
-def _over_memory(child: Any, n: int) -> Any:
-    memory: Any = child
-    if not isinstance(child, (bytearray, array.array)) or memoryview(child).nbytes < 16:
-        memory = bytearray(40) if n % 2 else array.array("d", [0.0] * 5)
-    return np.frombuffer(memory, "f8" if n % 3 else "i4", offset=8 * (n % 2), count=1)
-
-
-def _memoryview(child: Any, n: int) -> Any:
-    fits = isinstance(child, (bytearray, array.array))
-    fits = fits or (
-        type(child) is np.ndarray
-        and child.flags.c_contiguous
-        and child.dtype.kind in "fiu"
-        and child.ndim == 1
-    )
-    view = memoryview(child if fits else bytearray(12))
-    return view[n % 3 :] if n % 4 else view.toreadonly()
 
 
 def _generators(child: Any, n: int) -> Any:
@@ -375,42 +273,20 @@ def _generators(child: Any, n: int) -> Any:
 
 
 def _shared_bits(child: Any, n: int) -> Any:
-    bits = (np.random.MT19937, np.random.PCG64, SubBits)[n % 3](n)
-    found = [np.random.RandomState(bits), np.random.Generator(bits), SubGenerator(bits, child), bits]
-    return found[n % 4 :] + found[: n % 4]
-
-
-def _held_attributes(child: Any, n: int) -> Any:
-    """Returns an object and its `__dict__`, in any order, perhaps in a container that is saved as a whole."""
-    owner = child if isinstance(child, Thing | types.SimpleNamespace) else Thing(n, n)
-    found = [owner, vars(owner)]
-    return [found, found[::-1], [*range(9), vars(owner), owner], [vars(owner)]][n % 4]
-
-
-def _late(child: Any, n: int) -> Any:
-    """Returns an object that makes others when it is changed."""
-    return AttrDict(child=child, n=n) if n % 2 else [AttrDict(n=n), AttrDict(child=child)]
+    bits = (np.random.MT19937, np.random.PCG64, np.random.Philox)[n % 3](n)
+    users = [np.random.RandomState(bits), np.random.Generator(bits), bits]
+    return users[n % 3 :] + users[: n % 3]
 
 
 def _surface(child: Any, n: int) -> Any:
     if pygame is None:
         return None
-    if isinstance(child, pygame.Surface) and min(child.get_size()) > 1:
-        return child.subsurface((1, 1, 1, 1))
     depths: list[Any] = [(0, 32), (pygame.SRCALPHA, 32), (0, 24), (0, 8)]
     return pygame.Surface((3, 2), *depths[n % 4])
 
 
 def _spawned(child: Any, n: int) -> Any:
-    sequence = np.random.SeedSequence(n)
-    if n % 4 == 1:
-        return [sequence, np.random.default_rng(sequence)]
-    return sequence if n % 2 else np.random.default_rng(sequence.spawn(2)[1])
-
-
-def _weak(child: Any, n: int) -> Any:
-    target = child if isinstance(child, (Thing, np.ndarray, set, types.FunctionType)) else Thing(child, n)
-    return [weakref.ref(target), target, weakref.proxy(target) if n % 2 else None]
+    return np.random.default_rng(np.random.SeedSequence(n).spawn(2)[1])
 
 
 def _method(child: Any, n: int) -> Any:
@@ -459,25 +335,6 @@ def deque_of(values: Any) -> Any:
     return collections.deque(values, maxlen=4)
 
 
-def _dict_view(child: Any, n: int) -> Any:
-    held: Any = child if isinstance(child, dict) else {n: child}
-    return [held.keys(), held.values(), held.items()][n % 3]
-
-
-def _error(child: Any, n: int) -> Any:
-    made = ValueError(n, child)
-    if n % 3 == 0:
-        made.child = child  # type: ignore[attr-defined]
-    if n % 5 == 0:
-        made.__cause__ = KeyError(n)
-    if n % 7 == 0:
-        try:
-            raise made
-        except ValueError:
-            pass
-    return made
-
-
 def _immutable(child: Any, n: int) -> Any:
     made: list[Any] = [
         *(
@@ -521,27 +378,9 @@ def _space(child: Any, n: int) -> Any:
     return space
 
 
-def _ctypes(child: Any, n: int) -> Any:
-    made = (ctypes.c_double * 4)()
-    return [made, np.ctypeslib.as_array(made)] if n % 2 else made
-
-
 def _number_subclass(child: Any, n: int) -> Any:
     made = Number(n)
     made.child = child  # type: ignore[attr-defined]
-    return made
-
-
-def _marked(child: Any, n: int) -> Any:
-    made = Marked({n, 2})
-    made.child = child  # type: ignore[attr-defined]
-    return made
-
-
-def _names(child: Any, n: int) -> Any:
-    made = Names([child, n])
-    if n % 2:
-        made.me = made  # type: ignore[attr-defined]
     return made
 
 
@@ -572,20 +411,13 @@ def _refused(child: Any, n: int) -> Any:
         lambda: (i for i in [n, 2]),
         lambda: np.ma.array([1, n], mask=[0, 1]),
         lambda: open("/dev/null"),  # noqa: SIM115
-        lambda: weakref.WeakValueDictionary({n: Thing(child, n)}),
-        lambda: weakref.WeakKeyDictionary({Thing(child, n): n}),
-        lambda: weakref.WeakSet([Thing(child, n)]),
-        lambda: operator.attrgetter("a"),
-        lambda: threading.local(),
+        lambda: weakref.ref(Thing(child, n)),
         lambda: threading.Event(),
         lambda: types.CellType(child),
-        lambda: np.zeros(3).flat,
-        lambda: np.nditer(np.zeros(3)),
-        lambda: threading.Condition(),
         lambda: np.array([(1, child)], [("a", int), ("b", object)]),
-        lambda: np.zeros(3, [("a", float), ("b", int)])[["b"]],
+        lambda: memoryview(bytearray(n + 1)),
         lambda: ctypes.pointer(ctypes.c_int(n)),
-        lambda: collections.UserDict({n: child}),
+        lambda: vars(child) if isinstance(child, Thing) else {n: child}.keys(),
     ]
     return made[n % len(made)]()
 
@@ -625,15 +457,9 @@ KINDS: dict[str, Any] = {
     "data": Data,
     "data with slots": DataSlots,
     "frozen data": Frozen,
-    "loud dict": lambda child, n: Loud({n: child}),
-    "names": _names,
-    "ring": lambda child, n: Ring([child, n], 3),
-    "marked set": _marked,
     "ordered": _ordered,
     "default dict": _default_dict,
     "counter": lambda child, n: collections.Counter({n: 2, "a": 1}),
-    "attribute dict": _late,
-    "held attributes": _held_attributes,
     "shared bits": _shared_bits,
     "late attributes": late_attributes,
     "surface": _surface,
@@ -644,19 +470,15 @@ KINDS: dict[str, Any] = {
     "view": _view,
     "second view": _view,
     "locked": _locked,
-    "record": _record,
-    "objects": _objects,
     "zero strides": lambda child, n: np.broadcast_to(np.arange(3.0), (4, 3)),
     "transposed copy": lambda child, n: np.zeros((2, 3, 4)).transpose(1, 0, 2).copy("K"),
     "bytearray": lambda child, n: bytearray(20 + n % 8),
     "array.array": lambda child, n: array.array("dib"[n % 3], [1, 2, 3, 4]),
-    "over memory": _over_memory,
-    "memoryview": _memoryview,
     "io": _io,
     "generators": _generators,
     "spawned": _spawned,
     "random state": lambda child, n: np.random.RandomState(n),
-    "python random": lambda child, n: (SubRandom if n % 2 else random.Random)(n),
+    "python random": lambda child, n: random.Random(n),
     "closures": counter,
     "defaults": defaults,
     "function attributes": with_attributes,
@@ -665,15 +487,10 @@ KINDS: dict[str, Any] = {
     "lambda": lambda child, n: lambda k: (child, k),
     "method": _method,
     "partial": _partial,
-    "weak": _weak,
-    "mapping proxy": lambda child, n: types.MappingProxyType(child if type(child) is dict else {n: child}),
     "iterator": _iterator,
-    "dict view": _dict_view,
-    "error": _error,
     "immutable": _immutable,
     "space": _space,
     "lock": lambda child, n: threading.RLock() if n % 2 else threading.Lock(),
-    "ctypes": _ctypes,
     "object": lambda child, n: object(),
     "refused": _refused,
 }

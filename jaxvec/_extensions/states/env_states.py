@@ -84,12 +84,10 @@ class StatefulEnv:
             self._incremental.note(state.layers)
         return state
 
-    def _walk(self, first: dict[int, Any]) -> EnvSnapshot:
-        """Saves the attributes of each layer, and the result of `get_state`; `first` as for `Saver`."""
-        saver = nodes.Saver(
-            find, self._nodes.copy(), self._shared, walked=self._walked, first=first, trust=self._trust
-        )
-        for layer in self._layers:  # any attribute may hold `vars` of a layer
+    def _walk(self) -> EnvSnapshot:
+        """Saves the attributes of each layer, and the result of `get_state`."""
+        saver = nodes.Saver(find, self._nodes.copy(), self._shared, self._walked, trust=self._trust)
+        for layer in self._layers:  # an attribute that holds `vars` of a layer is refused
             saver.owners[id(vars(layer))] = self._nodes[id(layer)]
         layers: list[nodes.Fields] = []
         own: Any = None
@@ -117,8 +115,9 @@ class StatefulEnv:
         if self._own is None or layer is not self._layers[-1]:
             return nodes.save_layer(saver, layer)
         if self._functions is not None:
-            held = {name: vars(layer)[name] for name in _GENERATOR if name in vars(layer)}
-            return {}, {name: saver.value(value) for name, value in held.items()}, None
+            values = vars(layer)
+            generator = {name: saver.value(values[name]) for name in _GENERATOR if name in values}
+            return {}, generator, None
         if isinstance(layer, gymnasium.Wrapper):
             return nodes.NOTHING  # its `get_state` covers the env inside, too
         saver.lenient = True
@@ -135,11 +134,12 @@ class StatefulEnv:
                 "restore it into an env that the same function made"
             )
 
-    def restore(self, state: EnvSnapshot) -> bool:
+    def restore(self, state: EnvSnapshot, *, reorders: bool = False) -> bool:
         """Restores a state of this env, or of another that the same function built; it may be used again.
 
-        Values are written into the existing objects, because windows, observation buffers and closures may
+        Values are written into the existing objects, because windows, observation buffers and renderers may
         refer to them. Returns whether env and wrappers have the same attributes as before, with other values.
+        With `reorders`, sets get another order of iteration, to find out whether the env depends on it.
 
         Raises:
             EnvStateError: The state is that of an env of another class, or with other wrappers.
@@ -148,7 +148,7 @@ class StatefulEnv:
         if compiled is not None and compiled.restore(state.layers):
             return True
         self.check_fit(state)
-        restorer = nodes.Restorer(self._layers)
+        restorer = nodes.Restorer(self._layers, reorders=reorders)
         try:
             # `set_state` first, so that the saved attributes overwrite its side effects.
             if self._own is not None:

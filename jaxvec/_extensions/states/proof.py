@@ -41,7 +41,8 @@ def prove(
     again. Then it restores each state, repeats the actions, and compares all results bit for bit. At the end,
     the env has the same state as at the start. With `fresh`, it resets the env first, because it was never
     reset or its episode is over. With a state `copied`, it starts from that, and restores pickled copies of
-    the states, as another process would. It calls `progress` after each step and reset.
+    the states, as another process would. Restored sets have another order, as a copy of a set may have. It
+    calls `progress` after each step and reset.
 
     Raises:
         EnvStateError: A state can't be saved or restored, or results differ. The message names the attribute
@@ -79,10 +80,10 @@ def prove(
         for state, parts in ((start, played), (half_way, played[1:])):
             if copied is not None:
                 state = unpickled(state)
-                stateful.restore(state)
+                stateful.restore(state, reorders=True)
                 _repeat(state, parts, f"{name} from a pickled copy of its state")
                 continue
-            stateful.restore(state)
+            stateful.restore(state, reorders=True)
             # Ignores `own`: two results of `get_state` may differ in form until the next step.
             now, saved = (EnvSnapshot(one.kinds, one.layers, None) for one in (stateful.save(), state))
             if (attribute := _differing_attribute(now, saved)) is not None:
@@ -147,7 +148,7 @@ def _repeat(state: EnvSnapshot, parts: Sequence[Recording], name: str) -> None:
             if where is None:
                 continue
             # Repeats them once more with states, as few envs need these, and they may be large.
-            first.stateful.restore(state)
+            first.stateful.restore(state, reorders=True)
             *_, again = [part.replay(_NUM_STATES) for part in parts[: position + 1]]
             states = zip(first.states[: number + 1], again.states, strict=False)
             attribute = next(filter(None, itertools.starmap(_differing_attribute, states)), None)
@@ -155,14 +156,14 @@ def _repeat(state: EnvSnapshot, parts: Sequence[Recording], name: str) -> None:
             raise EnvStateError(
                 f"Restoring {name} did not reproduce it: after {steps} identical actions, "
                 f"{where} differs{named}. Some of its state is not in its attributes, but perhaps in a "
-                "global variable or generator (random, np.random), in memory of a C library, or in a "
-                f"clock. {ADVICE}"
+                "global variable or generator (random, np.random), in memory of a C library, in a clock, or "
+                f"in the order of a set, which no copy has: sort it. {ADVICE}"
             )
 
 
 def _value(result: Any) -> Any:
     return nodes.save_again(
-        lambda first: nodes.Saver(find, {}, {}, walked=None, first=first, lenient=True).value(result)
+        lambda: nodes.Saver(find, {}, {}, walked=None, lenient=True, by_value=True).value(result)
     )
 
 

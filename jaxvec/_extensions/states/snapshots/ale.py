@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from jaxvec._extensions.states.snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
-_PERIOD, _SHIFT = 624, 397  # n and m of MT19937, ALE's random generator
+# n and m of MT19937, ALE's random generator.
+_PERIOD = 624
+_SHIFT = 397
 _NUMBERS = re.compile(rb"(?:\d+ ){%d}\d+" % _PERIOD)
 _STICKY = "repeat_action_probability"
 
@@ -135,9 +137,6 @@ class _ALE(Node):
             ale.restoreState(self.state)
         if watched:
             old.forget(self.action)
-        elif ale.getFloat(_STICKY) > 0:
-            old = WatchedALE(ale)
-            old.forget(self.action)
         return old
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -148,7 +147,8 @@ def save_ale(saver: Saver, value: Any) -> Any:
     watched = isinstance(value, WatchedALE)
     ale = value.ale if watched else value
     state = ale.cloneState(include_rng=True)
-    action, times = None, 0
+    action = None
+    times = 0
     probability = ale.getFloat(_STICKY)
     if probability > 0:
         random = _Twister(state)

@@ -85,10 +85,10 @@ _memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()  # by model
 
 
 def _memory(model: Any) -> _Memory:
-    found = _memories.get(model)
-    if found is None:
-        found = _memories[model] = _Memory(model)
-    return found
+    memory = _memories.get(model)
+    if memory is None:
+        memory = _memories[model] = _Memory(model)
+    return memory
 
 
 @cache
@@ -145,7 +145,8 @@ _free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def save_data(saver: Saver, data: Any) -> Any:
-    model, mujoco = data.model, _mujoco()
+    model = data.model
+    mujoco = _mujoco()
     free = _free.get(data)
     if free is None:
         free = _free[data] = []

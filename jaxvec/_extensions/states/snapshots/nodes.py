@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -30,11 +29,11 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     slots = slots_of(type(owner))
     if not slots:
         return dict_of(owner)
-    held = dict(dict_of(owner) or {})
+    attributes = dict(dict_of(owner) or {})
     for name, slot in slots.items():
         with suppress(AttributeError):  # not `getattr`, as a class may hide a slot of its base class
-            held[name] = slot.__get__(owner)
-    return held
+            attributes[name] = slot.__get__(owner)
+    return attributes
 
 
 def dict_of(owner: Any) -> Any:
@@ -48,13 +47,13 @@ def dict_of(owner: Any) -> Any:
 @cache
 def slots_of(kind: type) -> dict[str, Any]:
     """Returns the descriptors of a class's slots by name; that of a hidden slot starts with its class."""
-    found: dict[str, Any] = {}
+    slots: dict[str, Any] = {}
     for base in kind.__mro__:
         if "__slots__" in vars(base):
             for name, slot in vars(base).items():
                 if type(slot) is types.MemberDescriptorType:
-                    found[f"{base.__qualname__}.{name}" if name in found else name] = slot
-    return found
+                    slots[f"{base.__qualname__}.{name}" if name in slots else name] = slot
+    return slots
 
 
 @cache
@@ -66,11 +65,12 @@ def has_attributes(kind: type) -> bool:
 _ABSENT = object()
 
 
-def compare_fields(one: Fields, other: Fields) -> Iterator[tuple[str, Any, Any]]:
+def compare_fields(first: Fields, second: Fields) -> Iterator[tuple[str, Any, Any]]:
     """Yields the name of each attribute with its two values."""
-    one_held, other_held = one[0] | one[1], other[0] | other[1]
-    for name in {**one_held, **other_held}:
-        yield f".{name}", one_held.get(name, _ABSENT), other_held.get(name, _ABSENT)
+    first_values = first[0] | first[1]
+    second_values = second[0] | second[1]
+    for name in {**first_values, **second_values}:
+        yield f".{name}", first_values.get(name, _ABSENT), second_values.get(name, _ABSENT)
 
 
 # --- Nodes, and how they are restored --------------------------------------------------------------------
@@ -93,15 +93,14 @@ class CannotCopy(Exception):
 
 
 class SaveAgain(Exception):
-    """A part of the snapshot has to be saved differently, as `Saver.walked` and `Saver.first` now say."""
+    """A part of the snapshot has to be saved differently, as `Saver.walked` now says."""
 
 
-def save_again(walk: Callable[[dict[int, Any]], _T]) -> _T:
-    """Calls `walk` with objects to save first, until no part of the snapshot has to be saved differently."""
-    first: dict[int, Any] = {}
+def save_again(walk: Callable[[], _T]) -> _T:
+    """Calls `walk` until no part of the snapshot has to be saved differently."""
     while True:
         try:
-            return walk(first)
+            return walk()
         except SaveAgain:
             continue
 
@@ -118,11 +117,10 @@ class Node:
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         """Yields pairs to compare with another node of this class, each after a suffix of the path."""
         for name in type(self).__slots__:
-            one, its = getattr(self, name), getattr(other, name)
             if name == "fields":
-                yield from compare_fields(one, its)
+                yield from compare_fields(getattr(self, name), getattr(other, name))
             else:
-                yield "", one, its
+                yield "", getattr(self, name), getattr(other, name)
 
 
 class _Kept(Node):
@@ -141,10 +139,14 @@ KEPT = _Kept()
 
 
 class Restorer:
-    """Restores one snapshot to `layers`, an env's wrappers and the env."""
+    """Restores one snapshot to `layers`, an env's wrappers and the env.
 
-    def __init__(self, layers: list[Any]) -> None:
+    With `reorders`, sets get another order of iteration than that of their originals.
+    """
+
+    def __init__(self, layers: list[Any], *, reorders: bool = False) -> None:
         self.layers = layers
+        self.reorders = reorders
         self._done: dict[int, Any] = {}
         self._used: set[int] = set()
 
@@ -154,7 +156,8 @@ class Restorer:
             return node
         if node is KEPT:
             return old
-        done, number = self._done, id(node)
+        done = self._done
+        number = id(node)
         if number in done:
             return done[number]
         # A node that refers back to itself has been restored by now.
@@ -173,10 +176,9 @@ class Restorer:
 
         Two objects of a snapshot can have become aliases of one object since.
         """
-        used, number = self._used, id(old)
-        if number in used:
+        if id(old) in self._used:
             return False
-        used.add(number)
+        self._used.add(id(old))
         return True
 
     def reuse_all(self, numbers: frozenset[int]) -> bool:
@@ -185,11 +187,6 @@ class Restorer:
             return False
         self._used |= numbers
         return True
-
-    def is_free_for(self, node: Node, old: Any) -> bool:
-        """Returns whether a node may stand for `old`: neither of them has another partner yet."""
-        done = self.made(node)
-        return done is old or (done is None and id(old) not in self._used)
 
     def items(self, items: list[Any], olds: Any) -> list[Any]:
         """Returns the objects of a sequence's nodes; `olds` are the present items."""
@@ -203,29 +200,30 @@ class Restorer:
     def fields(self, owner: Any, fields: Fields, without: frozenset[str] = frozenset()) -> None:
         """Restores an object's attributes in their order, and deletes those that it did not have."""
         atoms, nodes, names = fields
-        held = attributes_of(owner)
+        present = attributes_of(owner)
         fresh = nodes
         if nodes:
-            value, get = self.value, held.get
-            fresh = {name: value(node, get(name)) for name, node in nodes.items()}
+            fresh = {name: self.value(node, present.get(name)) for name, node in nodes.items()}
         if slots := slots_of(type(owner)):
-            saved = atoms | fresh
+            rest = atoms | fresh
             for name, slot in slots.items():
-                if name in saved:
-                    slot.__set__(owner, saved.pop(name))
-                elif name in held and names is not None:
+                if name in rest:
+                    slot.__set__(owner, rest.pop(name))
+                elif name in present and names is not None:
                     slot.__delete__(owner)
-            held, atoms = dict_of(owner), saved
-            if held is None:
+            present = dict_of(owner)
+            if present is None:
                 return
-            names = None if names is None else tuple(name for name in names if name not in slots)
+            atoms = rest
             fresh = {}
-        held.update(atoms)
-        held.update(fresh)
-        if names is not None and tuple(held) != names:
-            kept = {name: held[name] for name in (*names, *(without & held.keys())) if name in held}
-            held.clear()
-            held.update(kept)
+            names = None if names is None else tuple(name for name in names if name not in slots)
+        present.update(atoms)
+        present.update(fresh)
+        if names is not None and tuple(present) != names:
+            kept_names = (*names, *(without & present.keys()))
+            kept = {name: present[name] for name in kept_names if name in present}
+            present.clear()
+            present.update(kept)
 
 
 # Nodes of objects that rarely change, by `id`. It must not keep a container alive: the program may have
@@ -247,17 +245,14 @@ def save_atom(saver: Saver, value: Any) -> Any:
     return value
 
 
-def is_global(value: Any, name: str | None = None) -> bool:
-    """Returns whether an object is found by a name, its own by default, in its module."""
-    # A function that was pickled by value has globals of its own; its module may be another one here.
-    scope = getattr(getattr(value, "__wrapped__", value), "__globals__", None)
-    if scope is None:
-        scope = vars(sys.modules.get(getattr(value, "__module__", "builtins"), types))
-    first, *rest = (name or value.__qualname__).split(".")
-    found = scope.get(first)
+def is_global(value: Any) -> bool:
+    """Returns whether a function is found by its name in its module."""
+    # In its own globals: those of a function that was pickled by value are not those of a module.
+    first, *rest = value.__qualname__.split(".")
+    target = value.__globals__.get(first)
     for part in rest:
-        found = getattr(found, part, None)
-    return found is value
+        target = getattr(target, part, None)
+    return target is value
 
 
 # --- The walk that saves. `snapshot.py` has the rules for each type --------------------------------------
@@ -280,28 +275,26 @@ class Saver:
         memo: Nodes by the `id` of their objects; at first those of an env's wrappers and the env.
         shared: Nodes that all snapshots of the env share.
         walked: Ids of containers that must not be saved as a whole; `None` for all.
-        first: Objects to save before their `__dict__`, by its id.
         trust: Classes to copy by their own protocol.
         lenient: Whether objects that can't be copied become `KEPT` instead of an error.
+        by_value: Whether arrays are compared by their values alone, whatever memory they are in.
         inside: Containers that were saved as a whole, each with the ids of the containers in it.
         open: Ids of the tuples that are being saved.
         sequences: Ids of the seed sequences of generators.
         owners: Nodes of objects by the id of their `__dict__`.
-        scopes: Ids of the globals of functions.
     """
 
     find: Callable[[type], SaveFunction]
     memo: dict[int, Any]
     shared: Shared
     walked: set[int] | None
-    first: dict[int, Any]
     trust: tuple[type, ...] = ()
     lenient: bool = False
+    by_value: bool = False
     inside: list[tuple[frozenset[int], Any]] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
     sequences: set[int] = field(default_factory=set)
     owners: dict[int, Any] = field(default_factory=dict)
-    scopes: set[int] = field(default_factory=set)
     _alive: list[Any] = field(default_factory=list)  # keeps the ids in `memo` from being reused
 
     def value(self, value: Any) -> Any:
@@ -327,24 +320,15 @@ class Saver:
         self._alive.append(value)
         return self.memo.setdefault(id(value), node)
 
-    def claim(self, held: Any, owner: Any, node: Any) -> None:
-        """Records that the `__dict__` of an object belongs to its node, wherever else it is found."""
-        if type(held) is not dict:
-            raise CannotCopy(f"its __dict__ is a {type(held).__qualname__}")
-        if id(held) in self.owners:
-            raise CannotCopy("its __dict__ is that of another object, too")
-        self.check_not_saved(held, owner)
+    def claim(self, attributes: Any, node: Any) -> None:
+        """Records that a `__dict__` belongs to the object with this node, and is found nowhere else."""
+        if type(attributes) is not dict:
+            raise CannotCopy(f"its __dict__ is a {type(attributes).__qualname__}")
+        if id(attributes) in self.owners or id(attributes) in self.memo:
+            raise CannotCopy("its __dict__ is found elsewhere, too")
         if self.inside:
-            self.check_not_inside((id(held),))
-        self.owners[id(held)] = node
-
-    def check_not_saved(self, held: Any, owner: Any) -> None:
-        """Starts the snapshot anew, with `owner` first, if its `__dict__` was saved as a dict of its own."""
-        if id(held) in self.memo:
-            if id(held) in self.first:
-                raise CannotCopy("its __dict__ is found elsewhere, too")
-            self.first[id(held)] = owner
-            raise SaveAgain
+            self.check_not_inside((id(attributes),))
+        self.owners[id(attributes)] = node
 
     def can_take(self, container: Any) -> bool:
         """Returns whether a container may be saved as a whole."""
@@ -361,11 +345,13 @@ class Saver:
         """Returns the attributes of an object with this node."""
         own = dict_of(owner)
         if own is not None and self.owners.get(id(own)) is not node:
-            self.claim(own, owner, node)
-        held: Any = attributes_of(owner) if slots_of(type(owner)) else own
+            self.claim(own, node)
+        attributes: Any = attributes_of(owner) if slots_of(type(owner)) else own
+        absent = self  # a value that no attribute has
         while True:
-            atoms, nodes = held.copy(), {}
-            name, absent = "", self
+            atoms = attributes.copy()
+            nodes: dict[str, Any] = {}
+            name = ""
             for name in without:
                 atoms.pop(name, None)
             try:
@@ -377,9 +363,9 @@ class Saver:
                 error.path.insert(0, name)
                 raise
             if ATOMS.issuperset(map(type, atoms.values())):
-                return atoms, nodes, tuple(held)
+                return atoms, nodes, tuple(attributes)
             _others[type(owner)] = tuple(
-                name for name, value in held.items() if type(value) not in ATOMS and name not in without
+                name for name, value in attributes.items() if type(value) not in ATOMS and name not in without
             )
 
     def items(self, values: Any) -> list[Any]:
@@ -409,7 +395,8 @@ class Saver:
 # --- Layers: an env and its wrappers. They are never replaced; only their attributes are saved and restored
 
 # The attributes that stay with a layer: which env a wrapper wraps, and which checks of it are done.
-_NONE, _ENV = frozenset[str](), frozenset({"env"})
+_NONE = frozenset[str]()
+_ENV = frozenset({"env"})
 _CHECKS = _ENV | {
     *("checked_reset", "checked_step", "checked_render", "close_called"),
     *("checked_data_reuse", "_previous_data"),

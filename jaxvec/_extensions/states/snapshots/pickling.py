@@ -3,22 +3,19 @@
 Classes and functions of a script or a notebook are not importable in another process, so cloudpickle pickles
 them by value. Unpickling has side effects then: it assigns the pickled attributes to a class that exists
 already, and it gives functions a copy of their globals. Here a class is a reference, which is looked up by
-the number under which cloudpickle knows it, then by its name. Only a class that the process lacks is created,
-once, from a definition in the state. Functions are looked up by name, or made with the process's globals.
+the number under which cloudpickle knows it, then by its name. Functions are looked up by name, or made with
+the process's globals.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import io
 import pickle
 import sys
 import types
 from collections.abc import Iterator
-from operator import mul
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from cloudpickle import cloudpickle
@@ -27,16 +24,12 @@ from jaxvec._extensions.states.snapshots.arrays import is_constant
 from jaxvec._util import Pickler
 
 _ids: Any = cloudpickle  # its registry of classes that were pickled by value has no public names
-_definitions: WeakKeyDictionary[type, bytes] = WeakKeyDictionary()
 
 
-def dumps(value: Any, defining: tuple[type, ...] = ()) -> bytes:
-    """Pickles a value; `pickle.loads` restores it without a change to any class, function or module.
-
-    `defining` are classes with a definition that is being pickled, the innermost last.
-    """
+def dumps(value: Any) -> bytes:
+    """Pickles a value; `pickle.loads` restores it without a change to any class, function or module."""
     buffer = io.BytesIO()
-    _StatePickler(buffer, defining).dump(value)
+    _StatePickler(buffer).dump(value)
     return buffer.getvalue()
 
 
@@ -92,17 +85,17 @@ def size_of(value: Any) -> int:
 
 def _dump_apart(value: Any) -> tuple[memoryview, list[memoryview]]:
     """Returns the pickle of a value, and the memory of its arrays, which is not in it."""
-    buffer, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
-    _StatePickler(buffer, (), arrays.append).dump(value)
+    buffer = io.BytesIO()
+    arrays: list[pickle.PickleBuffer] = []
+    _StatePickler(buffer, arrays.append).dump(value)
     return buffer.getbuffer(), [array.raw() for array in arrays]
 
 
 class _StatePickler(Pickler):
     """Pickles references to classes and functions."""
 
-    def __init__(self, file: io.BytesIO, defining: tuple[type, ...], take_buffer: Any = None) -> None:
+    def __init__(self, file: io.BytesIO, take_buffer: Any = None) -> None:
         super().__init__(file, 5, buffer_callback=take_buffer)
-        self._defining = defining
 
     def reducer_override(self, obj: Any) -> Any:
         kind: type = type(obj)
@@ -113,52 +106,28 @@ class _StatePickler(Pickler):
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:  # by reference: it can be imported
             return reduced
-        if isinstance(obj, type(ctypes.c_int * 1)):
-            made: Any = obj._type_, obj._length_
-            if obj is mul(*made):
-                return mul, made
-        if isinstance(obj, type):
-            if self._defining and obj is self._defining[-1]:
-                return reduced
-            number = _ids._get_or_create_tracker_id(obj)
-            return _find_class, (number, obj.__module__, obj.__qualname__, self._define(obj))
-        is_function = isinstance(obj, types.FunctionType) and not self._defining
-        if is_function and not any(gc.get_referents(cell) for cell in obj.__closure__ or ()):
+        if isinstance(obj, type) and obj.__module__ != "builtins":  # such as the class of code
+            if _find_global(obj.__module__, obj.__qualname__) is not obj:
+                raise pickle.PicklingError(f"the class {obj.__qualname__} is not found by its name")
+            return _find_class, (_ids._get_or_create_tracker_id(obj), obj.__module__, obj.__qualname__)
+        if isinstance(obj, types.FunctionType) and not any(map(gc.get_referents, obj.__closure__ or ())):
             names = set(_ids._extract_code_globals(obj.__code__)) & obj.__globals__.keys()
             made = obj.__name__, obj.__defaults__, obj.__kwdefaults__
             return _find_function, (obj.__module__, obj.__qualname__, obj.__code__, names, *made)
         return reduced
 
-    def _define(self, kind: type) -> bytes | None:
-        """Returns the definition of a class; `None` within its own, where it exists by then."""
-        if kind in self._defining:
-            return None
-        found = _definitions.get(kind)
-        if found is None:
-            found = dumps(kind, (*self._defining, kind))
-            if not self._defining:  # else it may lack the definition of a class around it
-                _definitions[kind] = found
-        return found
-
 
 # --- Where a state is unpickled ---------------------------------------------------------------------------
 
 
-def _find_class(number: str, module: str, name: str, definition: bytes | None) -> type:
-    """Returns the class with this number, or else of this name; defines it if this process has neither."""
-    found = _ids._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
-    if found is not None:
-        return found
-    if "<locals>" not in name:  # of which there may be many
-        found = _find_global(module, name)
-        if isinstance(found, type):
-            return found
-    if definition is None:
+def _find_class(number: str, module: str, name: str) -> type:
+    """Returns the class with this number, or else of this name."""
+    known = _ids._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
+    if known is None:
+        known = _find_global(module, name)
+    if not isinstance(known, type):
         raise pickle.UnpicklingError(f"there is no class {module}.{name} in this process")
-    found = pickle.loads(definition)
-    if "<locals>" in name:  # cloudpickle has lost it
-        found.__qualname__ = name
-    return found
+    return known
 
 
 def _find_function(module: str, name: str, code: Any, names: set[str], *made: Any) -> types.FunctionType:
@@ -167,28 +136,30 @@ def _find_function(module: str, name: str, code: Any, names: set[str], *made: An
     It has the globals `names` of its module. If they are not in this process, a function with variables has
     none: `functions.py` then needs the function of the env that receives the state.
     """
-    found = _find_global(module, name)
-    if isinstance(found, types.FunctionType) and found.__code__.co_firstlineno == code.co_firstlineno:
-        return found
-    every = *_globals_of(module), {"__name__": module}
-    held = next((each for each in every if names <= each.keys()), None)
-    if held is None and not code.co_freevars:
+    known = _find_global(module, name)
+    if isinstance(known, types.FunctionType) and known.__code__.co_firstlineno == code.co_firstlineno:
+        return known
+    scopes = (*_globals_of(module), {"__name__": module})
+    scope = next((scope for scope in scopes if names <= scope.keys()), None)
+    if scope is None and not code.co_freevars:
         raise pickle.UnpicklingError(f"{module}.{name} needs the globals {sorted(names)} of its module here")
     short, defaults, keywords = made
     cells = tuple(types.CellType() for _ in code.co_freevars)
-    function = types.FunctionType(code, held or {}, short, defaults, cells)
-    function.__kwdefaults__, function.__qualname__, function.__module__ = keywords, name, module
+    function = types.FunctionType(code, scope or {}, short, defaults, cells)
+    function.__kwdefaults__ = keywords
+    function.__qualname__ = name
+    function.__module__ = module
     return function
 
 
 def _find_global(module: str, name: str) -> Any:
-    for held in _globals_of(module):
-        first, *rest = name.split(".")
-        found = held.get(first)
+    first, *rest = name.split(".")
+    for scope in _globals_of(module):
+        value = scope.get(first)
         for part in rest:
-            found = getattr(found, part, None)
-        if found is not None:
-            return found
+            value = getattr(value, part, None)
+        if value is not None:
+            return value
     return None
 
 
@@ -200,11 +171,11 @@ def _globals_of(module: str) -> Iterator[dict[str, Any]]:
     by_value = [kind for kind in list(_ids._DYNAMIC_CLASS_TRACKER_BY_CLASS) if kind.__module__ == module]
     seen: set[int] = set()
     for kind in by_value:
-        for held in list(vars(kind).values()):
-            names = getattr(held, "__globals__", None)
-            if names is not None and names.get("__name__") == module and id(names) not in seen:
-                seen.add(id(names))
-                yield names
+        for member in list(vars(kind).values()):
+            scope = getattr(member, "__globals__", None)
+            if scope is not None and scope.get("__name__") == module and id(scope) not in seen:
+                seen.add(id(scope))
+                yield scope
     if module in sys.modules:
         yield vars(sys.modules[module])
     yield {kind.__name__: kind for kind in by_value}  # they need not be among the globals of their methods

@@ -46,12 +46,11 @@ from jaxvec._extensions.states.snapshots.nodes import (
     Node,
     SaveFunction,
     Saver,
-    dict_of,
     has_attributes,
     save_atom,
     slots_of,
 )
-from jaxvec._extensions.states.snapshots.pictures import save_font, save_picture
+from jaxvec._extensions.states.snapshots.pictures import save_picture
 
 # --- How each type is saved ------------------------------------------------------------------------------
 
@@ -67,27 +66,17 @@ def _refuse(what: str) -> SaveFunction:
     return refuse
 
 
-def _save_array_spec(saver: Saver, value: Any) -> Any:
-    if dict_of(value) is not None:
-        raise CannotCopy("it is of a class that extends one of dm_env.specs, which may hold more")
-    return value
-
-
 # Rules for classes and their subclasses. Names avoid importing other libraries.
 _RULES: dict[type | str, SaveFunction] = {
     type: save_atom,
-    BaseException: node_types.save_exception,
-    enum.Enum: node_types.save_single,
+    enum.Enum: save_atom,
     re.Pattern: save_atom,
-    random.Random: node_types.save_random,
-    arrays.CData: arrays.save_buffer,
     "_thread.lock": functions.save_lock,
     "_thread.RLock": functions.save_lock,
-    logging.Logger: node_types.save_logger,
+    logging.Logger: save_atom,
     np.dtype: arrays.save_dtype,
     np.ndarray: arrays.save_array,
     np.memmap: arrays.save_memmap,
-    np.ufunc: functions.save_ufunc,
     np.random.Generator: node_types.save_generator,
     np.random.BitGenerator: node_types.save_bits,
     np.random.RandomState: node_types.save_old_random,
@@ -97,12 +86,12 @@ _RULES: dict[type | str, SaveFunction] = {
     "mujoco._structs.MjModel": save_model,
     "mujoco._structs.MjData": save_data,
     "dm_control.mujoco.engine.Physics": save_physics,
-    "dm_env.specs.Array": _save_array_spec,
+    "dm_env.specs.Array": save_atom,
     "ale_py._ale_py.ALEInterface": save_ale,
     "jaxlib._jax.ArrayImpl": save_atom,
     "jaxlib.xla_extension.ArrayImpl": save_atom,
-    "pygame.font.Font": save_font,
-    "pygame.freetype.Font": save_font,
+    "pygame.font.Font": _save_kept,
+    "pygame.freetype.Font": _save_kept,
     "pygame.surface.Surface": save_picture,
     "pygame.time.Clock": _save_kept,
     "pyspiel.Game": save_atom,
@@ -115,6 +104,7 @@ _RULES: dict[type | str, SaveFunction] = {
     threading.Thread: _refuse("a thread"),
     "subprocess.Popen": _refuse("a process"),
     "multiprocessing.process.BaseProcess": _refuse("a process"),
+    BaseException: _refuse("an exception"),
     types.GeneratorType: _refuse("a generator"),
 }
 
@@ -125,6 +115,7 @@ _EXACT: tuple[type, ...] = (
     *(OrderedDict, defaultdict, Counter, partial, itertools.count, itertools.cycle, itertools.repeat),
     *(operator.itemgetter, operator.attrgetter, operator.methodcaller),
     *(pathlib.PosixPath, pathlib.PurePosixPath, *map(type, (iter([]), iter(()), iter(range(0)), iter("")))),
+    *(bytearray, array.array, random.Random),
 )
 _EXACT_NAMES = ("pygame.rect.Rect", "pygame.color.Color", "pygame.math.Vector2", "pygame.math.Vector3")
 
@@ -142,18 +133,16 @@ SAVE_FUNCTIONS.update(
         types.MethodType: functions.save_method,
         types.BuiltinMethodType: functions.save_method,
         types.MethodWrapperType: functions.save_method,
-        weakref.ref: functions.save_weak,
-        weakref.ProxyType: functions.save_weak_proxy,
-        weakref.CallableProxyType: functions.save_weak_proxy,
-        types.MappingProxyType: functions.save_mapping_proxy,
-        np.random.SeedSequence: node_types.save_seeds,
+        weakref.ref: _refuse("a weak reference"),
+        weakref.ProxyType: _refuse("a weak reference"),
+        weakref.CallableProxyType: _refuse("a weak reference"),
+        types.MappingProxyType: _refuse("a view of a dict"),
+        memoryview: _refuse("a view of memory"),
+        np.void: _refuse("a record"),
+        np.record: _refuse("a record"),
+        np.random.SeedSequence: _refuse("a SeedSequence"),
         SimpleNamespace: node_types.save_object,
         object: save_atom,
-        np.void: arrays.save_record,
-        np.record: arrays.save_record,
-        bytearray: arrays.save_buffer,
-        array.array: arrays.save_buffer,
-        memoryview: arrays.save_memoryview,
         **dict.fromkeys(_EXACT, node_types.save_reduced),
         WatchedALE: save_ale,
     }
@@ -168,8 +157,6 @@ def find(kind: type) -> SaveFunction:
             return rule
     if node_types.is_ordinary(kind):
         return node_types.save_object
-    if node_types.is_subclass_of_container(kind):
-        return node_types.save_subclass
     is_immutable = issubclass(kind, _IMMUTABLE) and not has_attributes(kind)
     if is_immutable or node_types.name_of(kind) in _EXACT_NAMES:
         return node_types.save_reduced
@@ -202,7 +189,8 @@ class IncrementalSnapshot:
 
     def save(self) -> list[Fields] | None:
         """Returns the attributes of each layer; `None` if a walk is needed."""
-        compiled, before = self._compiled, self._before
+        compiled = self._compiled
+        before = self._before
         if compiled is None or before is None:
             return None
         self._before = compiled.save_changes(self._layers, self._classes, before, _NODES)
@@ -221,53 +209,54 @@ class IncrementalSnapshot:
 # --- Bit-for-bit comparison of two snapshots, or of two results of an env --------------------------------
 
 
-def difference(one: Any, other: Any, seen: dict[Any, Any] | None = None) -> str | None:
+def difference(first: Any, second: Any, seen: dict[Any, Any] | None = None) -> str | None:
     """Returns the path to the first difference, empty for the whole value; `None` if there is none.
 
     Aliases must match: objects that are identical in one snapshot must be identical in the other.
     """
-    if one is other or one is KEPT or other is KEPT:
+    if first is second or first is KEPT or second is KEPT:
         return None
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return ""
     seen = {} if seen is None else seen
-    if isinstance(one, Node):
-        # Positive keys map ids of `one` to partners, negative keys those of `other`.
-        partner, reverse = seen.setdefault(id(one), other), seen.setdefault(-id(other), one)
-        if partner is not other or reverse is not one:
+    if isinstance(first, Node):
+        # Positive keys map ids of `first` to partners, negative keys those of `second`.
+        partner = seen.setdefault(id(first), second)
+        reverse = seen.setdefault(-id(second), first)
+        if partner is not second or reverse is not first:
             return " (another object)"
-        if (id(one), True) in seen:
+        if (id(first), True) in seen:
             return None
-        seen[id(one), True] = True
-    match one:
+        seen[id(first), True] = True
+    match first:
         case float():
-            return None if struct.pack("d", one) == struct.pack("d", other) else ""
+            return None if struct.pack("d", first) == struct.pack("d", second) else ""
         case np.ndarray():
-            same = (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
-            return None if same else ""
+            same = (first.dtype, first.shape) == (second.dtype, second.shape)
+            return None if same and first.tobytes() == second.tobytes() else ""
         case np.generic():
-            return None if one.tobytes() == other.tobytes() else ""
+            return None if first.tobytes() == second.tobytes() else ""
         case dict():
-            if one.keys() != other.keys():
-                return f"[{next(iter(one.keys() ^ other.keys()))!r}]"
-            return _first(((f"[{key!r}]", one[key], other[key]) for key in one), seen)
+            if first.keys() != second.keys():
+                return f"[{next(iter(first.keys() ^ second.keys()))!r}]"
+            return _first(((f"[{key!r}]", first[key], second[key]) for key in first), seen)
         case list() | tuple():
-            if len(one) != len(other):
+            if len(first) != len(second):
                 return ""
-            pairs = zip(one, other, strict=True)
+            pairs = zip(first, second, strict=True)
             return _first(((f"[{number}]", *pair) for number, pair in enumerate(pairs)), seen)
         case Node():
-            return _first(one.parts(other), seen)
+            return _first(first.parts(second), seen)
         case _:
             try:
-                return None if bool(one == other) else ""
+                return None if bool(first == second) else ""
             except Exception:
                 return None  # not comparable, so not a known difference
 
 
 def _first(parts: Any, seen: dict[Any, Any]) -> str | None:
-    for name, one, other in parts:
-        found = difference(one, other, seen)
-        if found is not None:
-            return name + found
+    for name, first, second in parts:
+        where = difference(first, second, seen)
+        if where is not None:
+            return name + where
     return None
