@@ -15,6 +15,21 @@ class Backend(ABC):
     `make` calls `check`, then `num_workers` unless the user gave a number, and then `start`. An instance may
     serve several pools. Backends with worker processes start a `ProcessWorkers` with a `Launcher` of their
     own, which is all that differs between them.
+
+    Example:
+        ```python
+        from jaxvec.backends import LocalLauncher, ProcessWorkers
+
+        class TwoProcesses(jaxvec.Backend):
+            def num_workers(self, num_instances, timeout):
+                return min(num_instances, 2)
+
+            def start(self, recipe, *, learn_info):
+                return ProcessWorkers(recipe, LocalLauncher(recipe), learn_info=learn_info)
+
+        with jaxvec.make("CartPole-v1", 4, backend=TwoProcesses()) as envs:
+            print(envs.num_workers)  # 2
+        ```
     """
 
     def check(self, config: PoolConfig) -> None:  # noqa: B027 - a default

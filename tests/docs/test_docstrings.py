@@ -33,7 +33,11 @@ NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np":
 # These classes' methods have an example each; elsewhere that of the class shows them, or they are our own.
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
 NO_EXAMPLE = {f"jaxvec.{name}": "docs/developers/error_examples.md has them" for name in _errors.__all__}
-NO_EXAMPLE |= {f"jaxvec.backends.{name}": "docs/how-to/backend.md has one" for name in backends.__all__}
+NO_EXAMPLE |= {
+    f"jaxvec.backends.{name}": "docs/how-to/backend.md has one"
+    for name in backends.__all__
+    if name != "Backend"
+}
 NOT_RUN = {
     "jaxvec.Rollout": "needs a cluster; tests/ray/test_rollouts.py makes rollouts",
     "jaxvec._backends.ray.rollouts.RolloutStats": "needs a cluster",
