@@ -102,7 +102,7 @@ class Verb(IntEnum):
         return f"jaxvec.{self.word}"
 
 
-VERBS = tuple(Verb)
+VERBS = tuple(sorted(Verb))  # by number
 _END = 16  # above the operations that workers receive; `kEnd` of C++
 
 

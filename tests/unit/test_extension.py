@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jaxvec
 from jaxvec import _envs, _extension
+from jaxvec._engine.move import Move, Verb
 from jaxvec._envs.slice_extension import Retirement, SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._leaves import as_is
 from jaxvec._options import PoolConfig, Restart
 from jaxvec._pool.pool_extension import PoolExtension
+from jaxvec._pool.state import ActiveMove
 from jaxvec._start import start
 from jaxvec._vector_env import pool_of
 from jaxvec.testing import CountingEnv
@@ -111,6 +114,38 @@ def test_an_extension_may_have_a_worker_replaced(monkeypatch, caplog):
         *["worker 0 (env 0) is recycled, as it has stepped", "worker 0 (env 0) steps"],
         "worker 0 (env 0) is recycled, as it has stepped",
     ]
+
+
+@pytest.fixture
+def builds_pool(make, monkeypatch):
+    monkeypatch.setattr(_extension, "extensions", [lambda config: Builds()])
+    return pool_of(make(CountingEnv, 2, backend="serial"))
+
+
+def test_two_extensions_with_one_operation_are_an_error(monkeypatch):
+    monkeypatch.setattr(PoolBuilds, "verbs", {Verb.SAVE: lambda *_: []})
+    monkeypatch.setattr(_extension, "extensions", [lambda config: Builds()] * 2)
+    with pytest.raises(ValueError, match="two extensions of the pool perform save; remove one"):
+        start(CountingEnv, 2, PoolConfig(backend="serial"), env_kwargs={}, policy=as_is)
+    monkeypatch.setattr(SliceBuilds, "verbs", {Verb.RESTORE: lambda slots: None})
+    monkeypatch.setattr(PoolBuilds, "verbs", {})
+    with pytest.raises(jaxvec.EnvError, match="two extensions of the pool perform restore"):
+        start(CountingEnv, 2, PoolConfig(num_workers=1), env_kwargs={}, policy=as_is)
+
+
+def test_what_no_extension_has_is_an_error(builds_pool):
+    with pytest.raises(ValueError, match=r"simulate: pool \d+ keeps no states; make it with states=n"):
+        builds_pool.perform(Move(Verb.SIMULATE, builds_pool.all), [])
+    with pytest.raises(NotImplementedError, match="no extension of the pool performs save"):
+        builds_pool.dispatch(
+            ActiveMove(Move(Verb.SAVE, builds_pool.all), lambda: None), Verb.SAVE, builds_pool.all
+        )
+
+
+def test_a_request_to_no_extension_is_an_error(make):
+    pool = pool_of(make(CountingEnv, 2, backend="serial"))
+    with pytest.raises(NotImplementedError, match=r"no extension .* method SliceBuilds\.forget_builds"):
+        pool.env_calls.request_each(SliceBuilds.forget_builds, pool.all, [1, 2])
 
 
 def test_the_core_names_no_extension_and_no_other_backend():
