@@ -122,7 +122,7 @@ def compare_port(
         )
     sent = partial(sent_state, select_state, set_state is not None)
     shapes = jax.eval_shape(lambda key: sent(port.reset(key)[0]), jax.random.key(0))
-    state_space = spaces.Dict({path: space_like(each.shape, each.dtype) for path, each in shapes.items()})
+    state_space = spaces.Dict({path: space_like(shape.shape, shape.dtype) for path, shape in shapes.items()})
     each_step = mode == "one_step"
     env_fn = partial(Original, constructor(original), set_state, state_space, each_step=each_step)
     with make(env_fn, num_envs, info=info, **options) as envs:
@@ -144,12 +144,12 @@ def compare_port(
         seconds = time.perf_counter() - start
     parted, leaves = (
         int(counts["parted"]),
-        {path: program.result(path, each) for path, each in tallies.items()},
+        {path: program.result(path, tally) for path, tally in tallies.items()},
     )
-    ours = port.observation_space, port.action_space, port.max_episode_steps, port.autoreset
-    properties = {**compare_spaces(dict(zip(own, ours, strict=True)), own), **program.mismatches}
-    observed = [each for path, each in leaves.items() if path.split("/")[0] == "obs" and each.different]
-    if observed and all(each.at_ends == each.different for each in observed):
+    port_fields = port.observation_space, port.action_space, port.max_episode_steps, port.autoreset
+    properties = {**compare_spaces(dict(zip(own, port_fields, strict=True)), own), **program.mismatches}
+    observed = [leaf for path, leaf in leaves.items() if path.split("/")[0] == "obs" and leaf.different]
+    if observed and all(leaf.at_ends == leaf.different for leaf in observed):
         properties["autoreset"] = SpaceResult(_ENDS_DIFFER, own["autoreset"] or NOT_DECLARED, False)
     return Comparison(
         mode=mode,

@@ -89,9 +89,9 @@ def unpad(space: Space[Any], tree: Any) -> Any:
 
 
 def _unpad(node: Node, tree: Any) -> Any:
-    found = flatten(node, tree, lambda leaf, value: (leaf, np.asarray(value)))
-    batched = any(array.ndim > len(leaf.shape) for leaf, array in found)
-    arrays = {leaf.path: array if batched else array[None] for leaf, array in found}
+    pairs = flatten(node, tree, lambda leaf, value: (leaf, np.asarray(value)))
+    batched = any(array.ndim > len(leaf.shape) for leaf, array in pairs)
+    arrays = {leaf.path: array if batched else array[None] for leaf, array in pairs}
     count = next((len(array) for array in arrays.values()), 1)
     values = list(reader(node, arrays)(slice(0, count, 1)))
     return values if batched else values[0]
@@ -158,9 +158,9 @@ def decode(tree: Mapping[str, Any]) -> Any:
     chars = np.asarray(tree["chars"])
     length = np.asarray(tree["length"])
     rows = {"chars": chars.reshape(-1, chars.shape[-1]), "length": length.reshape(-1)}
-    found = np.empty(length.size, object)
-    found[:] = _unpad(_text_node(chars.dtype), rows)
-    return found.reshape(length.shape).tolist()
+    texts = np.empty(length.size, object)
+    texts[:] = _unpad(_text_node(chars.dtype), rows)
+    return texts.reshape(length.shape).tolist()
 
 
 def _text_node(dtype: Any, max_length: int = 1) -> Node:

@@ -44,7 +44,8 @@ class Usage(SliceExtension):
     """The steps, memory and descriptors of this process, compared with the limits."""
 
     def __init__(self, limits: Recycle, stats: memoryview) -> None:
-        self._limits, self._stats = limits, stats
+        self._limits = limits
+        self._stats = stats
         self._first_step = stats[STEPS]
         self._next_look_ns = 0
         self.find_retirement = self._find_retirement

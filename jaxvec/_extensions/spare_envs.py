@@ -55,7 +55,8 @@ class SliceSpares(SliceExtension):
     """The queue of a worker's spare envs."""
 
     def __init__(self, env_slice: EnvSlice) -> None:
-        self._slice, self._slots = env_slice, env_slice.slots
+        self._slice = env_slice
+        self._slots = env_slice.slots
         self._envs = env_slice.spares  # in the order of the queue; the worker closes those that it has then
         self._resets = deque(Spare() for _ in self._envs)
         self._used = False  # True after the first reset of an env in a slot; no seed is known earlier
@@ -67,7 +68,9 @@ class SliceSpares(SliceExtension):
         """Derives new seeds from that of the first env, and discards the results of resets in advance."""
         if index == 0 and seed is not None:
             for place, spare in enumerate(self._resets):
-                spare.seed, spare.result, spare.failed = derive_seeds(seed, 1, place), None, False
+                spare.seed = derive_seeds(seed, 1, place)
+                spare.result = None
+                spare.failed = False
         self._used = True
 
     def _unready(self) -> tuple[Env, Spare] | None:
@@ -92,7 +95,8 @@ class SliceSpares(SliceExtension):
 
     def _swap(self, index: int) -> Any:
         """Puts the first spare env into a slot, and returns the result of its reset."""
-        env, spare = self._envs.pop(0), self._resets.popleft()
+        env = self._envs.pop(0)
+        spare = self._resets.popleft()
         retired, seed, options = self._slots.replace(index, env)
         self._envs.append(retired)
         self._resets.append(Spare(seed, options))

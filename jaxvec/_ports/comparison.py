@@ -99,8 +99,8 @@ class Comparison:
     @property
     def differences(self) -> list[str]:
         """Names of the properties and paths of the leaves that differ by more than the tolerances."""
-        spaces = [name for name, each in self.spaces.items() if not each.equal]
-        return [*spaces, *(path for path, each in self.leaves.items() if each.different)]
+        spaces = [name for name, space in self.spaces.items() if not space.equal]
+        return [*spaces, *(path for path, leaf in self.leaves.items() if leaf.different)]
 
     def assert_equal(self, *, ignore: Collection[str] = ()) -> None:
         """Raises if there is a difference.
@@ -129,10 +129,10 @@ class Comparison:
         steps = f"{self.num_envs * self.num_steps:,} steps in {self.seconds:.3g} s"
         heading = f"{steps} ({self.num_envs} envs, seed {self.seed}), original {start}; {parted}"
         properties = [
-            (name, each.port, each.original, "" if each.equal else "different")
-            for name, each in self.spaces.items()
+            (name, space.port, space.original, "" if space.equal else "different")
+            for name, space in self.spaces.items()
         ]
-        leaves = [_COLUMNS, *(_cells(path, each) for path, each in self.leaves.items())]
+        leaves = [_COLUMNS, *(_cells(path, leaf) for path, leaf in self.leaves.items())]
         return "\n\n".join(
             [heading, table(leaves), table([("property", "port", "original", ""), *properties])]
         )
@@ -149,7 +149,7 @@ class Comparison:
         Raises:
             ValueError: All values of the leaf are equal.
         """
-        unequal = [path for path, each in self.leaves.items() if each.worst is not None]
+        unequal = [path for path, leaf in self.leaves.items() if leaf.worst is not None]
         different = [path for path in unequal if self.leaves[path].different]
         path = leaf if leaf is not None else next(iter(different or unequal), None)
         if path not in unequal:
@@ -182,7 +182,9 @@ _COLUMNS = (
 
 
 def _cells(path: str, result: LeafResult) -> tuple[str, ...]:
-    shares = [_share(result.compared - each, result.compared) for each in (result.unequal, result.different)]
+    shares = [
+        _share(result.compared - count, result.compared) for count in (result.unequal, result.different)
+    ]
     first = "" if result.first_step is None else str(result.first_step)
     if result.different and result.at_ends == result.different:
         first += ", only ends"
@@ -205,9 +207,9 @@ def _short(value: Any) -> str:
 def _code(value: Any) -> str:
     """Returns an expression for a pytree of arrays, with full precision."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_code(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_code(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple):
-        return "(" + "".join(f"{_code(each)}, " for each in value) + ")"
+        return "(" + "".join(f"{_code(item)}, " for item in value) + ")"
     array = np.asarray(value)
     values = repr(array.tolist()).replace("nan", "numpy.nan").replace("inf", "numpy.inf")
     return f"numpy.array({values}, {array.dtype.name!r})"

@@ -66,7 +66,7 @@ class Distributions:
     @property
     def differences(self) -> list[str]:
         """Names of the variables whose distributions differ."""
-        return [name for name, each in self.samples.items() if each.p_value <= self.threshold]
+        return [name for name, sample in self.samples.items() if sample.p_value <= self.threshold]
 
     def assert_equal(self, *, ignore: Collection[str] = ()) -> None:
         """Raises if the distribution of a variable differs that is not in `ignore`.
@@ -79,11 +79,11 @@ class Distributions:
 
     def __str__(self) -> str:
         rows = [("variable", "tests", "smallest p", "", "mean of this element in port · original")]
-        for name, each in self.samples.items():
-            found = "different" if name in self.differences else ""
-            pairs = zip(each.means, each.errors, strict=True)
+        for name, sample in self.samples.items():
+            verdict = "different" if name in self.differences else ""
+            pairs = zip(sample.means, sample.errors, strict=True)
             means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
-            rows.append((name, str(each.tests), f"{each.p_value:.2g}", found, means))
+            rows.append((name, str(sample.tests), f"{sample.p_value:.2g}", verdict, means))
         heading = f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
         return f"{heading}\n\n{table(rows)}"
 
@@ -148,16 +148,20 @@ def compare_distributions(
 
         @jax.jit
         def play(keys: jax.Array) -> list[Any]:
-            return [_play(*each, act, max_steps, probes, key) for each, key in zip(sides, keys, strict=True)]
+            return [_play(*side, act, max_steps, probes, key) for side, key in zip(sides, keys, strict=True)]
 
         keys = jax.random.split(jax.random.key(seed), (rounds, 2))
         parts = [jax.device_get(play(pair)) for pair in keys]
-    ours, theirs = (
+    port_samples, original_samples = (
         jax.tree.map(lambda *each: np.concatenate(each), *side) for side in zip(*parts, strict=True)
     )
-    names = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
-    results = {name: _test(ours[name], theirs[name]) for name in names}
-    threshold = alpha / max(1, sum(each.tests for each in results.values()))
+    names = [
+        name
+        for name in port_samples
+        if name in original_samples and port_samples[name].shape == original_samples[name].shape
+    ]
+    results = {name: _test(port_samples[name], original_samples[name]) for name in names}
+    threshold = alpha / max(1, sum(result.tests for result in results.values()))
     return Distributions(results, rounds * num_envs, alpha, threshold)
 
 
@@ -210,13 +214,13 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
 
     carry = env, first, none == 0, none, none, jnp.int32(1), dict.fromkeys(probes, first)
     *_, returns, length, _, seen = jax.lax.while_loop(unfinished, body, carry)
-    observed = {"first obs": first, **{f"obs after {at} steps": each for at, each in seen.items()}}
+    observed = {"first obs": first, **{f"obs after {at} steps": values for at, values in seen.items()}}
     return {**by_path(observed), "return": returns, "length": length}
 
 
 def _test(ours: Any, theirs: Any) -> SampleResult:
     """Tests each element of a variable."""
-    ours, theirs = (np.asarray(each, np.float64).reshape(len(each), -1) for each in (ours, theirs))
+    ours, theirs = (np.asarray(values, np.float64).reshape(len(values), -1) for values in (ours, theirs))
     p_values = np.ones(ours.shape[1])
     constant = ((ours == ours[0]) & (theirs == ours[0])).all(0)
     for element in np.flatnonzero(~constant):

@@ -19,7 +19,7 @@ def compare_spaces(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[s
     for name, space in theirs.items():
         parts = [_describe(ours[name]), _describe(space)]
         for part in parts[1] | parts[0]:
-            texts = [each.get(part, NOT_DECLARED) for each in parts]
+            texts = [described.get(part, NOT_DECLARED) for described in parts]
             # Gymnasium leaves autoreset to vector envs, so most originals declare none.
             undeclared = not parts[0] or (name == "autoreset" and not parts[1])
             rows[f"{name} {part}".strip()] = SpaceResult(*texts, equal=texts[0] == texts[1] or undeclared)
@@ -32,7 +32,9 @@ def _describe(space: Any) -> dict[str, str]:
         return {"": space if isinstance(space, str) else f"{space:,} steps"}
     if isinstance(children := getattr(space, "spaces", None), Mapping):
         return {
-            f"{key} {part}": text for key, each in children.items() for part, text in _describe(each).items()
+            f"{key} {part}": text
+            for key, child in children.items()
+            for part, text in _describe(child).items()
         }
     if hasattr(space, "n") and not space.shape:
         start = int(getattr(space, "start", 0))
@@ -53,6 +55,7 @@ _BOUNDS = ("low", "minimum"), ("high", "maximum")
 def _bound(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
     """Returns one number if all are equal. Seven digits, as float32 has."""
     texts = [
-        f"{each:.7g}" for each in np.broadcast_to(np.asarray(value).astype(dtype), shape).flat[:1000].tolist()
+        f"{bound:.7g}"
+        for bound in np.broadcast_to(np.asarray(value).astype(dtype), shape).flat[:1000].tolist()
     ]
     return texts[0] if len({*texts}) == 1 else f"[{', '.join(texts[:8])}{', …' if len(texts) > 8 else ''}]"

@@ -39,12 +39,12 @@ class Program:
         time = jnp.ones(self.num_envs, jnp.int32)  # the number of the next step in its episode
         playing = {**self.begin(root, 0), "time": time, "parted": time < 0}
         handle, timestep = reset(envs, seed=seed)
-        theirs = self.results_of(timestep)
-        action, _, ours = jax.eval_shape(self.step_port, playing)
+        original_result = self.results_of(timestep)
+        action, _, port_result = jax.eval_shape(self.step_port, playing)
         none = jnp.int32(0)
         tallies = {}
-        for path in self.shared_paths(by_path(ours), theirs):
-            case = jax.eval_shape(partial(self.case, 0, path), playing, action, ours, theirs)
+        for path in self.shared_paths(by_path(port_result), original_result):
+            case = jax.eval_shape(partial(self.case, 0, path), playing, action, port_result, original_result)
             tallies[path] = {
                 **dict.fromkeys(("unequal", "different", "at_ends", "port", "original"), none),
                 "first": jnp.int32(_NEVER),
@@ -86,8 +86,8 @@ class Program:
         paths = [path for path in ours if path in theirs]
         for path in paths:
             both = ours[path], theirs[path]
-            shapes = [str(each.shape[1:]) for each in both]
-            dtypes = [str(each.dtype) for each in both]
+            shapes = [str(array.shape[1:]) for array in both]
+            dtypes = [str(array.dtype) for array in both]
             for name, texts in (("shape", shapes), ("dtype", dtypes)):
                 if texts[0] != texts[1]:
                     self.mismatches[f"{name} of {path}"] = SpaceResult(*texts, equal=False)
@@ -103,16 +103,16 @@ class Program:
         handle, playing, tallies, counts = carry
         time = playing["time"]
         begun = playing["time"] == 1
-        action, after, ours = self.step_port(playing)
+        action, after, port_result = self.step_port(playing)
         states = jax.vmap(self.sent)(playing["state"])
         seeds = jax.vmap(seed_of)(playing["keys"])
         asked = {"action": action, "step": time, "seed": seeds, "state": states}
         handle, timestep = step(handle, asked)
-        theirs = self.results_of(timestep)
+        original_result = self.results_of(timestep)
         differs = jnp.zeros(self.num_envs, bool)
         counted = {}
         for path, tally in tallies.items():
-            different, counted[path] = self.count(path, tally, playing, action, ours, theirs)
+            different, counted[path] = self.count(path, tally, playing, action, port_result, original_result)
             differs |= different
         parted = differs & ~playing["parted"]
         counts = {
@@ -120,8 +120,8 @@ class Program:
             "parted": counts["parted"] + parted.sum(),
             "parted_steps": counts["parted_steps"] + jnp.where(parted, time, 0).sum(),
         }
-        ended = is_done(ours) | (False if self.each_step else theirs["done"] | differs)
-        going = {"keys": playing["keys"], "state": after, "obs": ours["obs"]}
+        ended = is_done(port_result) | (False if self.each_step else original_result["done"] | differs)
+        going = {"keys": playing["keys"], "state": after, "obs": port_result["obs"]}
         playing = jax.lax.cond(
             ended.any(), lambda: select(ended, self.begin(root, number), going), lambda: going
         )
@@ -173,8 +173,8 @@ class Program:
 
     def tolerance(self, path: str) -> float:
         """Returns the tolerance of the longest path that includes this one; 0 without."""
-        given = [prefix for prefix in self.tolerances if _is_below(path, prefix)]
-        return self.tolerances[max(given, key=len)] if given else 0.0
+        prefixes = [prefix for prefix in self.tolerances if _is_below(path, prefix)]
+        return self.tolerances[max(prefixes, key=len)] if prefixes else 0.0
 
     def result(self, path: str, tally: dict[str, Any]) -> LeafResult:
         """Returns the record of a tally."""

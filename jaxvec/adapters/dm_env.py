@@ -67,7 +67,7 @@ def _map(spec: Any, value: Any, function: Callable[[specs.Array, Any], Any]) -> 
         case Mapping() if isinstance(value, Mapping) and value.keys() == spec.keys():
             return {key: _map(child, value[key], function) for key, child in spec.items()}
         case tuple() | list() if isinstance(value, (tuple, list)) and len(value) == len(spec):
-            children = [_map(child, one, function) for child, one in zip(spec, value, strict=True)]
+            children = [_map(child, item, function) for child, item in zip(spec, value, strict=True)]
             return children if isinstance(spec, list) else tuple(children)
         case _:
             return value

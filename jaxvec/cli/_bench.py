@@ -145,11 +145,11 @@ def measure(
         log = logging.getLogger("jax")
         stack.callback(log.setLevel, log.level)
         log.setLevel(logging.CRITICAL)
-        one = stack.enter_context(make(num_envs=1, num_workers=1, backend="serial"))
+        single_env = stack.enter_context(make(num_envs=1, num_workers=1, backend="serial"))
         began = time.perf_counter()
         make(num_envs=1, num_workers=1, backend="serial").close()
         build = time.perf_counter() - began  # of the second env, as the first one imports modules
-        rate, core_share, reset_share = one.map(bare_loop, seconds, _PATIENCE)[0]
+        rate, core_share, reset_share = single_env.map(bare_loop, seconds, _PATIENCE)[0]
         patience = 1.0 if reset_share is None else _PATIENCE
         workers = num_workers or default_workers(cores, core_share)
         at_once = max(int(cores / max(core_share, 0.01)), 1)  # envs that step concurrently
@@ -161,7 +161,7 @@ def measure(
         grid = [(n, [w for w in workers if w <= n]) for n in sizes]
         copies = max(cores, *(w for _, some in grid for w in some))
         every = stack.enter_context(make(num_envs=copies, num_workers=copies))
-        bare_pools = ("one", one), ("all", every)
+        bare_pools = ("one", single_env), ("all", every)
         samples: list[Sample] = []
         bare: list[tuple[float, float]] = []
         for n, some in grid:
@@ -183,7 +183,7 @@ def measure(
         load=load,
         platform=jax.default_backend(),
         seconds=seconds,
-        one=statistics.median(one for one, _ in bare),
+        one=statistics.median(single_env for single_env, _ in bare),
         all=statistics.median(together for _, together in bare),
         copies=copies,
         core_share=core_share,
@@ -220,7 +220,9 @@ def notes(found: Measurement) -> Iterator[str]:
             f"{found.copies} loops together are only {found.all / found.one:.2f} times as fast as one: they "
             "share the cores with other programs or slow each other down, and no pool can be faster than them"
         )
-    if above := [each for each in found.samples if max(each.scan, each.host) > _ABOVE_BOUND * found.all]:
+    if above := [
+        sample for sample in found.samples if max(sample.scan, sample.host) > _ABOVE_BOUND * found.all
+    ]:
         yield (
             f"a pool of {above[0].num_envs} envs is faster than its bound, so the rates vary from one "
             f"measurement to the next; --seconds {min(5 * found.seconds, 60):g} measures longer"

@@ -95,7 +95,9 @@ def _step_in_workers(target: Target, num_workers: int) -> Timesteps:
         steps = (envs.step(pad(space, [space.sample(), space.sample()])) for _ in range(_WORKER_STEPS))
         timesteps = [envs.reset(seed=0), *steps]
     leaves = map(jax.tree_util.tree_leaves_with_path, timesteps)
-    return [{jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in each} for each in leaves]
+    return [
+        {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in run_leaves} for run_leaves in leaves
+    ]
 
 
 def _check_workers(target: Target) -> tuple[Check, Check]:
@@ -138,16 +140,16 @@ def _check_isolation(target: Target, together: Timesteps) -> Check:
     """Compares two envs that one process stepped in turns with the same envs in a process each."""
     try:
         alone = _step_in_workers(target, 2)
-        found = _difference(alone, together)
-        if found and _difference(alone, _step_in_workers(target, 2)):
+        difference = _difference(alone, together)
+        if difference and _difference(alone, _step_in_workers(target, 2)):
             return Check(_ISOLATED, NOT_RUN)  # not reproducible in any case, as another check has found
     except JaxvecError as error:
         return Check(_ISOLATED, FAIL, str(error))
-    if found is None:
+    if difference is None:
         return Check(_ISOLATED, OK)
-    name, env_id, call, one, other = found
+    name, env_id, call, value, other = difference
     reason = (
-        f"{name}: env {env_id} returned {other} at {call} in one process with env {1 - env_id}, but {one} "
+        f"{name}: env {env_id} returned {other} at {call} in one process with env {1 - env_id}, but {value} "
         "alone.\nThey share state, such as a global variable, a class attribute or a simulator that exists "
         "once per process. Move it into the env, or give each env its own process: "
         "jaxvec.make(..., num_workers=num_envs)"
@@ -157,8 +159,8 @@ def _check_isolation(target: Target, together: Timesteps) -> Check:
 
 def _difference(first: Timesteps, second: Timesteps) -> tuple[str, int, str, Any, Any] | None:
     """Returns name, env, call and both values of the first difference."""
-    for number, (one, other) in enumerate(zip(first, second, strict=True)):
-        for name, rows in one.items():
+    for number, (call_leaves, other) in enumerate(zip(first, second, strict=True)):
+        for name, rows in call_leaves.items():
             for env_id, (row, another) in enumerate(zip(rows, other[name], strict=True)):
                 if row.tobytes() != another.tobytes():
                     return name, env_id, f"step {number}" if number else "reset", row, another
@@ -176,15 +178,15 @@ def _check_with_gymnasium(target: Target) -> Check:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = _check(_GYMNASIUM, check)
+        outcome = _check(_GYMNASIUM, check)
     # Without the terminal colours and the mark that Gymnasium adds.
     texts = [re.sub(r"\x1b\[[\d;]*m", "", str(warning.message)).removeprefix("WARN: ") for warning in caught]
-    reuses = _REUSE in found.reason
+    reuses = _REUSE in outcome.reason
     if reuses:  # harmless: a worker copies each observation before the env's next call
-        texts.append(f"{found.reason} jaxvec copies observations, so its pools work with this env.")
+        texts.append(f"{outcome.reason} jaxvec copies observations, so its pools work with this env.")
     texts = list(dict.fromkeys(text for text in texts if not (target.has_mask and _UNWRAPPED in text)))
-    if found.status == FAIL and not reuses:
-        return Check(_GYMNASIUM, FAIL, "\n".join([found.reason, *texts]), len(texts))
+    if outcome.status == FAIL and not reuses:
+        return Check(_GYMNASIUM, FAIL, "\n".join([outcome.reason, *texts]), len(texts))
     return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))
 
 

@@ -102,9 +102,9 @@ def _examine() -> Iterator[tuple[str, str]]:
 
 
 def _run_doctor(options: Namespace) -> Outcome:
-    found = dict(_examine())
-    text = "\n".join(f"{component:15} {status}" for component, status in found.items())
-    return Outcome({"schema": "jaxvec.doctor/1", "found": found}, text)
+    findings = dict(_examine())
+    text = "\n".join(f"{component:15} {status}" for component, status in findings.items())
+    return Outcome({"schema": "jaxvec.doctor/1", "found": findings}, text)
 
 
 _DOCTOR = Command(
@@ -130,17 +130,17 @@ def _run_bench(options: Namespace) -> Outcome:
     if num_envs and num_workers and min(num_workers) > max(num_envs):
         raise UsageError("--num-workers: every pool would have more workers than envs")
     target = find_target(options)
-    found = _bench.measure(
+    measured = _bench.measure(
         target.make,
         num_envs=num_envs,
         num_workers=num_workers,
         seconds=options.seconds,
         transport=options.transport,
     )
-    best = _bench.best(found.samples)
+    best = _bench.best(measured.samples)
     line = target.line({"num_envs": best.num_envs, "num_workers": best.num_workers})
-    record = target.record("bench", measurement=asdict(found), notes=[*_bench.notes(found)], make=line)
-    return Outcome(record, "\n".join(_bench.report(found, target.name, line)))
+    record = target.record("bench", measurement=asdict(measured), notes=[*_bench.notes(measured)], make=line)
+    return Outcome(record, "\n".join(_bench.report(measured, target.name, line)))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -318,21 +318,21 @@ def _run_stack(options: Namespace) -> Outcome:
     env_id = options.env
     if not (workers := [*stacks.find_all(pid)]):
         _top.look(pid)  # raises if there is no such process, or if it has no workers
-    workers = [each for each in workers if env_id is None or each.first <= env_id <= each.last]
+    workers = [worker for worker in workers if env_id is None or worker.first <= env_id <= worker.last]
     if not workers:
         raise UsageError(f"process {pid} has no worker with env {env_id}")
-    reads = [each.request_stack() for each in workers]
-    found: list[dict[str, Any]] = [
+    reads = [worker.request_stack() for worker in workers]
+    stacks_found: list[dict[str, Any]] = [
         {"pid": w.pid, "worker": w.worker, "envs": [w.first, w.last], "stack": read()}
         for w, read in zip(workers, reads, strict=True)
     ]
     text = "\n\n".join(
-        f"worker {each['worker']} (envs {each['envs'][0]} to {each['envs'][1]}, pid {each['pid']})\n"
-        + (each["stack"].strip() or "no answer: the process is stopped, or blocks the signal")
-        for each in found
+        f"worker {row['worker']} (envs {row['envs'][0]} to {row['envs'][1]}, pid {row['pid']})\n"
+        + (row["stack"].strip() or "no answer: the process is stopped, or blocks the signal")
+        for row in stacks_found
     )
-    record = {"schema": "jaxvec.stack/1", "pid": pid, "workers": found}
-    return Outcome(record, text, FINE if all(each["stack"] for each in found) else FAILED)
+    record = {"schema": "jaxvec.stack/1", "pid": pid, "workers": stacks_found}
+    return Outcome(record, text, FINE if all(row["stack"] for row in stacks_found) else FAILED)
 
 
 def _add_stack_arguments(parser: ArgumentParser) -> None:
@@ -442,8 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(command, "interrupted", INTERRUPTED)
     text = json.dumps(outcome.record, indent=2) if options.json else outcome.text
-    for each in [text] if isinstance(text, str) else text:
-        print(each, flush=True)
+    for paragraph in [text] if isinstance(text, str) else text:
+        print(paragraph, flush=True)
     return outcome.code
 
 

@@ -50,14 +50,14 @@ class Target:
 
     def line(self, settings: dict[str, Any]) -> str:
         """Returns the Python code that makes a pool with these settings."""
-        given = ", ".join(
+        arguments = ", ".join(
             f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
             for name, value in {**settings, **self.kwargs}.items()
         )
         if isinstance(self.env, str):
-            return f"envs = jaxvec.make({json.dumps(self.env)}, {given})"
+            return f"envs = jaxvec.make({json.dumps(self.env)}, {arguments})"
         module, _, name = self.name.rpartition(":")
-        return f"import {module}; envs = jaxvec.make({module}.{name}, {given})"
+        return f"import {module}; envs = jaxvec.make({module}.{name}, {arguments})"
 
 
 def add_target_arguments(parser: ArgumentParser) -> None:
@@ -76,13 +76,13 @@ def find_target(options: Namespace) -> Target:
     """Returns the env of the arguments, or raises `UsageError` if it does not exist or does not fit them."""
     target = _resolve(options)
     key = options.mask_info
-    found: Any = ()
+    first_step: Any = ()
     with suppress(Exception), closing(target.env_fn()()) as env:  # an env that fails is examined later
-        found = env.action_space, *env.reset(seed=0)
-    mask = _in_workers.find_mask(found[0], key, *found[1:]) if found else None
-    if key is not None and found and mask is None:
-        keys = [name for part in found[1:] if isinstance(part, dict) for name in part]
-        raise UsageError(f"--mask-info: reset returned no mask of {found[0]} at {key!r}, only {keys}")
+        first_step = env.action_space, *env.reset(seed=0)
+    mask = _in_workers.find_mask(first_step[0], key, *first_step[1:]) if first_step else None
+    if key is not None and first_step and mask is None:
+        keys = [name for part in first_step[1:] if isinstance(part, dict) for name in part]
+        raise UsageError(f"--mask-info: reset returned no mask of {first_step[0]} at {key!r}, only {keys}")
     return replace(target, has_mask=mask is not None, mask_key=key)
 
 
@@ -126,14 +126,16 @@ def _import(name: str, module: str, advice: str = "is it installed?") -> Any:
 
 def _callable(name: str, module: Any, rest: str) -> Any:
     try:
-        found = operator.attrgetter(rest)(module)
+        target = operator.attrgetter(rest)(module)
     except AttributeError as error:
         raise UsageError(
             f"{name}: module {module.__name__!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
         ) from error
-    if not callable(found):
-        raise UsageError(f"{name} must be a callable that returns an env, not of type {type(found).__name__}")
-    return found
+    if not callable(target):
+        raise UsageError(
+            f"{name} must be a callable that returns an env, not of type {type(target).__name__}"
+        )
+    return target
 
 
 def _checked(target: Target) -> Target:

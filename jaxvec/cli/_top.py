@@ -30,7 +30,7 @@ def look(pid: int) -> list[dict[str, Any]]:
     """Returns the workers of a program, those with the most memory first. Raises `UsageError` for none."""
     family = _stats.family_of(pid)
     workers = list[dict[str, Any]]()
-    envs = {each.pid: f"{each.first}-{each.last}" for each in stacks.find_all(pid)}
+    envs = {worker.pid: f"{worker.first}-{worker.last}" for worker in stacks.find_all(pid)}
     for pool, segment in enumerate(_segments(pid)):
         # The rows of the statistics come first. Rows of no worker are other data.
         rows = np.frombuffer(segment[: len(segment) // _ROW_BYTES * _ROW_BYTES], np.int64)

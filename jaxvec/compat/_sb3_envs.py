@@ -64,7 +64,9 @@ def _is_wrapped(env: Any, wrapper_class: type) -> bool:
 
 def _takes_options(env: Any) -> bool:
     parameters = inspect.signature(env.reset).parameters
-    return "options" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "options" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _reset(reset: Callable[..., Any], *, seed: int | None = None, options: Any = None) -> Any:

@@ -173,9 +173,9 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             self.single_action_space: Space[Any] = deepcopy(self.pool.single_action_space)
             self.single_observation_space: Space[Any] = deepcopy(self.pool.single_observation_space)
             if observation_mode == "different":
-                each = list(self.pool.call("observation_space"))
-                self.observation_space = batch_differing_spaces(each)
-                self.single_observation_space = deepcopy(each[0])
+                env_spaces = list(self.pool.call("observation_space"))
+                self.observation_space = batch_differing_spaces(env_spaces)
+                self.single_observation_space = deepcopy(env_spaces[0])
             elif isinstance(observation_mode, tuple):
                 self.observation_space, self.single_observation_space = observation_mode
             if shared_memory:
@@ -231,8 +231,12 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         if name in _NOT_CALLABLE:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         pool = pool_of(self.pool)
-        each = [args] * self.num_envs
-        return tuple(pool.env_calls.call(pool.move_all(Verb.CALL), name, each, kwargs, on_started=on_started))
+        arguments_of_envs = [args] * self.num_envs
+        return tuple(
+            pool.env_calls.call(
+                pool.move_all(Verb.CALL), name, arguments_of_envs, kwargs, on_started=on_started
+            )
+        )
 
     def _send_reset(self, seed: Any, options: dict[str, Any] | None) -> NDArray[np.bool_] | None:
         """Starts a reset. Returns the mask of the reset envs, or `None` for all."""
@@ -266,10 +270,10 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             return check_action(self.pool.spec, actions, self.num_envs, conversion=EXACT), False
         except ActionError:
             # Gymnasium passes actions outside the space to the envs, which decide what to do with them.
-            each = list(iterate(self.action_space, actions))
-            if len(each) != self.num_envs:
+            env_actions = list(iterate(self.action_space, actions))
+            if len(env_actions) != self.num_envs:
                 raise
-            return each, True
+            return env_actions, True
 
     def _recv(self, timeout: float | None = None) -> Rows:
         pool = pool_of(self.pool)
@@ -372,7 +376,7 @@ def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
 
 
 def _check_mode(mode: Any) -> None:
-    pair = isinstance(mode, tuple) and [isinstance(each, Space) for each in cast("tuple[Any, ...]", mode)]
+    pair = isinstance(mode, tuple) and [isinstance(space, Space) for space in cast("tuple[Any, ...]", mode)]
     if pair != [True, True] and mode not in ("same", "different"):
         raise ValueError(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "

@@ -90,7 +90,7 @@ class _PooledVecEnv(_VecEnv):
             JaxvecError: an env returned wrong data, a worker died, or the pool is broken or closed.
         """
         pool = pool_of(self.pool)
-        options = [one or None for one in self._options]
+        options = [env_options or None for env_options in self._options]
         with _AS_RAISED:
             seeds = expand_seeds(self._seeds, self.num_envs)
             move = pool.move_all(Verb.RESET, Caller.HOST)
@@ -211,7 +211,7 @@ class _PooledVecEnv(_VecEnv):
     def _batch(self, rows: Rows) -> Any:
         """Batches observations as Stable-Baselines3 does: objects are stacked, too."""
         obs = rows[: self._num_obs]
-        return self._build_obs([np.stack(list(one)) if one.dtype.hasobject else one for one in obs])
+        return self._build_obs([np.stack(list(leaf)) if leaf.dtype.hasobject else leaf for leaf in obs])
 
     def _infos(self) -> list[dict[str, Any]]:
         """Returns each env's last info. The caller may modify the dicts."""
@@ -340,10 +340,10 @@ def _check_actions(spec: PoolSpec, actions: Any) -> tuple[list[Any], bool]:
             return check_action(spec, actions, spec.num_envs, conversion=EXACT), False
         except ActionError:
             pass
-    each = list(actions)
-    if len(each) != spec.num_envs:
-        raise ActionError(f"got {len(each)} actions for {spec.num_envs} envs; pass one for each env")
-    return each, True
+    env_actions = list(actions)
+    if len(env_actions) != spec.num_envs:
+        raise ActionError(f"got {len(env_actions)} actions for {spec.num_envs} envs; pass one for each env")
+    return env_actions, True
 
 
 def _row(node: Node, obs: Any, env_id: int) -> Any:

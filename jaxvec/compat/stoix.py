@@ -154,7 +154,7 @@ class StoaVectorEnv:
         stoa = _stoa()
         self._new = stoa.TimeStep
         types = (stoa.StepType.FIRST, stoa.StepType.MID, stoa.StepType.TERMINATED, stoa.StepType.TRUNCATED)
-        self._step_types = [np.int8(one) for one in types]  # stoa's are arrays on a device
+        self._step_types = [np.int8(step_type) for step_type in types]  # stoa's are arrays on a device
         self._clear_metrics()
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:

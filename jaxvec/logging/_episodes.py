@@ -71,8 +71,8 @@ class Episodes(NamedTuple):
         columns: dict[str, Any] = {}
         for name in self._names:
             if name not in ends or jnp.shape(ends[name]) != done.shape:
-                found = jnp.shape(ends[name]) if name in ends else "no such key; declare it in make"
-                raise ValueError(f"info {name!r}: expected one number per env, {done.shape}, got {found}")
+                shape = jnp.shape(ends[name]) if name in ends else "no such key; declare it in make"
+                raise ValueError(f"info {name!r}: expected one number per env, {done.shape}, got {shape}")
             columns |= {name: ends[name], f"_{name}": ends.get(f"_{name}", done)}
         # One scatter for all statistics takes less time than one for each.
         before = jnp.stack(list(self.last.values()), axis=1)

@@ -228,14 +228,14 @@ class Run:
         sender.setblocking(False)
         before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         caught = (signal.SIGINT, signal.SIGTERM)
-        handlers = [signal.signal(each, lambda *_: None) for each in caught]
+        handlers = [signal.signal(number, lambda *_: None) for number in caught]
         thread = threading.Thread(target=self._receive_signals, args=(receiver,), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            for each, handler in zip(caught, handlers, strict=True):
-                signal.signal(each, handler)
+            for number, handler in zip(caught, handlers, strict=True):
+                signal.signal(number, handler)
             signal.set_wakeup_fd(before)
             sender.close()
             thread.join()
@@ -386,15 +386,15 @@ class Run:
                 packed = np.split(self._saved["envs"], np.cumsum(sizes)[:-1])[process]
                 leaves[name], _ = restore(leaf, envs.unpack_states(packed))
                 continue
-            found = self._saved["leaves"].get(name)
-            if found is not None and name.startswith(_PLAYING):
-                found = found[process]
-            if leaf.size and (found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype)):
+            saved = self._saved["leaves"].get(name)
+            if saved is not None and name.startswith(_PLAYING):
+                saved = saved[process]
+            if leaf.size and (saved is None or (saved.shape, saved.dtype) != (leaf.shape, leaf.dtype)):
                 raise ValueError(
                     f"the checkpoint of {self.folder} has no {name} of shape {leaf.shape} and dtype "
                     f"{leaf.dtype}; resume the run with the options and the program that wrote it"
                 )
-            leaves[name] = jnp.asarray(found) if leaf.size else leaf
+            leaves[name] = jnp.asarray(saved) if leaf.size else leaf
         loaded = jax.tree.unflatten(structure, leaves.values())
         return loaded["learned"], loaded["playing"] if same else playing
 
@@ -431,10 +431,10 @@ class Run:
 
     def report(self, evaluation: Any, **others: Any) -> None:
         """Prints the result of an evaluation: mean and standard deviation of values of episodes, `[n]`."""
-        for name, each in {"evaluation": evaluation, **others}.items():
-            each = np.asarray(each)
+        for name, values in {"evaluation": evaluation, **others}.items():
+            values = np.asarray(values)
             label = "mean return" if name == "evaluation" else name
-            print(f"{label} {each.mean():.6g} ± {each.std():.3g} over {each.size} episodes")
+            print(f"{label} {values.mean():.6g} ± {values.std():.3g} over {values.size} episodes")
 
     def latest(self, name: str) -> float:
         """Returns the latest value of a metric; NaN without one."""
@@ -489,5 +489,10 @@ def _duration(seconds: float) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    return {"python": platform.python_version()} | {name: found[name] for name in _PACKAGES if name in found}
+    versions = {
+        distribution.metadata["Name"]: distribution.version
+        for distribution in importlib.metadata.distributions()
+    }
+    return {"python": platform.python_version()} | {
+        name: versions[name] for name in _PACKAGES if name in versions
+    }

@@ -90,9 +90,9 @@ class Options:
     def env_fn(self) -> Any:
         """Returns the env for `jaxvec.make`: the id, or the class that `MODULE:CLASS` names."""
         module, _, name = self.env.rpartition(":")
-        found: Any = getattr(importlib.import_module(module), name, None) if module else None
-        if callable(found):
-            return found
+        option_class: Any = getattr(importlib.import_module(module), name, None) if module else None
+        if callable(option_class):
+            return option_class
         find_spec(self.env)  # raises an error that says why there is no such env
         return self.env
 
@@ -232,7 +232,7 @@ class TrainingRun(Run):
         memory = None
         for _ in range(options.eval_steps):
             obs, info = zip(*latest, strict=True)
-            stacked = {name: np.stack([each[name] for each in info]) for name in infos}
+            stacked = {name: np.stack([step_info[name] for step_info in info]) for name in infos}
             memory, actions = act(memory, jax.tree.map(lambda *leaves: np.stack(leaves), *obs), stacked)
             actions = jax.tree.map(np.asarray, actions)
             for number in [*running]:
@@ -270,7 +270,7 @@ class TrainingRun(Run):
 def _to_space(space: gymnasium.Space[Any], action: Any) -> Any:
     """Converts NumPy numbers to those of a space, which have the dtypes of JAX's."""
     if isinstance(space, gymnasium.spaces.Dict):
-        return {name: _to_space(each, action[name]) for name, each in space.items()}
+        return {name: _to_space(subspace, action[name]) for name, subspace in space.items()}
     return int(action) if isinstance(space, gymnasium.spaces.Discrete) else np.asarray(action, space.dtype)
 
 

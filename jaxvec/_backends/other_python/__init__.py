@@ -65,8 +65,8 @@ class OtherPython(Interpreter):
     def sys_path(self) -> list[str]:
         """Returns the folders with the program's own modules, without those of installed packages."""
         installed = tuple(os.path.realpath(root) + os.sep for root in (sys.prefix, sys.base_prefix))
-        own = [each for each in sys.path if not (os.path.realpath(each) + os.sep).startswith(installed)]
-        return [each for each in own if not {"site-packages", "dist-packages"} & {*each.split(os.sep)}]
+        own = [folder for folder in sys.path if not (os.path.realpath(folder) + os.sep).startswith(installed)]
+        return [folder for folder in own if not {"site-packages", "dist-packages"} & {*folder.split(os.sep)}]
 
     def command(self, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         files: dict[str, Any] = {name: sys.modules[name].__file__ for name in _LENT if name in sys.modules}

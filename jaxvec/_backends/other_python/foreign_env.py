@@ -52,11 +52,11 @@ def build_adapted(env_fn: EnvFn) -> Any:
 def _make(name: str, **kwargs: Any) -> Any:
     module, _, attribute = name.rpartition(":")
     if module:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part, None)
-        if found is not None:
-            return found(**kwargs)
+            target = getattr(target, part, None)
+        if target is not None:
+            return target(**kwargs)
     unknown: Exception | None = None
     # A library that is not installed here comes last: importing it finds the program's Gymnasium.
     libraries = sorted(_LIBRARIES, key=lambda name: not any(importlib.metadata.distributions(name=name)))
@@ -146,7 +146,7 @@ class ForeignEnv(gymnasium.Env[Any, Any]):
     def _owner(self, name: str) -> Any:
         # Not by `getattr`, which in wrappers of some versions warns, or refuses private names.
         return next(
-            (each for each in self._layers() if name in vars(each) or hasattr(type(each), name)), None
+            (layer for layer in self._layers() if name in vars(layer) or hasattr(type(layer), name)), None
         )
 
     def _layers(self) -> list[Any]:
@@ -159,7 +159,9 @@ class ForeignEnv(gymnasium.Env[Any, Any]):
 
 def _accepts(method: Any, name: str) -> bool:
     parameters = inspect.signature(method).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return name in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 # --- Spaces as plain data ---------------------------------------------------------------------------------
@@ -189,14 +191,15 @@ def to_plain(description: Any) -> Any:
             build_space,
             describe_space(space),
         )
-    found = description.spaces
-    each = (found.observation, found.action, found.reward)
-    return replace(description, spaces=EnvSpaces(*(one and convert_space(one) for one in each)))
+    env_spaces = description.spaces
+    converted = (env_spaces.observation, env_spaces.action, env_spaces.reward)
+    return replace(description, spaces=EnvSpaces(*(space and convert_space(space) for space in converted)))
 
 
 def _integers(space: Any) -> dict[str, Any]:
     # Older spaces have no `start`. Older constructors take no `dtype`: it is always int64.
-    start, dtype = getattr(space, "start", None), np.dtype(space.dtype)
+    start = getattr(space, "start", None)
+    dtype = np.dtype(space.dtype)
     given = {} if start is None or not np.any(start) else {"start": start}
     return given if dtype == np.int64 else {**given, "dtype": dtype}
 

@@ -38,7 +38,7 @@ class Lender(MetaPathFinder):
 
 def main(files: dict[str, str], lifeline: int, module: str, integers: Sequence[int]) -> None:
     """Imports `module` with the lent packages, and calls its `main`."""
-    own = [parse(one.version) for one in importlib.metadata.distributions(name="gymnasium")]
+    own = [parse(distribution.version) for distribution in importlib.metadata.distributions(name="gymnasium")]
     if own and own[0] >= _OLDEST_GYMNASIUM:
         del files["gymnasium"]
     sys.meta_path.insert(0, Lender(files))
