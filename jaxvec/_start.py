@@ -173,7 +173,7 @@ def _choose_backend(backend: Any) -> Backend:
     if isinstance(backend, str) and backend in by_name:
         return by_name[backend]()
     names = ", ".join(f'"{name}"' for name in by_name)
-    raise ValueError(f"backend must be {names}, or a backend object, not {backend!r}")
+    raise ValueError(f"backend must be {names}, or a Backend such as jaxvec.Ray(), not {backend!r}")
 
 
 def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> int:
