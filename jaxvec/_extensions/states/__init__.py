@@ -30,7 +30,8 @@ class StatesExtension(Extension):
         # The parent writes the number of the state to save or restore, and the oldest number that it keeps.
         # For a simulation, `state` is the end of the worker's part of `simulated_before`, which starts at
         # `first_simulated`. The worker writes 0 to `state` when it is done.
-        n, states = spec.num_envs, self.options.max
+        n = spec.num_envs
+        states = self.options.max
         try:
             np.empty((4, states), np.int64)  # as much as the table of the states
         except (MemoryError, ValueError, OverflowError) as error:

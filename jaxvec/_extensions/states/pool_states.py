@@ -56,8 +56,10 @@ def _restore(mine: PoolStates, pool: Pool, move: Move, operands: Rows, deliver: 
 
     The states may be of any pools with the same specification. A failure breaks the pool.
     """
-    slots, (states, mask) = move.slots, operands
-    chosen, states = slots[mask], states[mask]
+    slots = move.slots
+    (states, mask) = operands
+    chosen = slots[mask]
+    states = states[mask]
     packed = None if (states[:, 0] == pool.id).all() else _collect(pool, states)
     with pool.exclusive_move(move) as active:
         pool.state.check_status(pool.engine.check_envs(slots, stepped=False), slots)
@@ -162,7 +164,8 @@ class TimestepTable:
     """
 
     def __init__(self, capacity: int, *, pool_id: int) -> None:
-        self._pool_id, self._capacity = pool_id, capacity
+        self._pool_id = pool_id
+        self._capacity = capacity
         self.rows: list[NDArray[Any]] = []
         # `np.zeros` takes pages from the kernel only once they are written, so an unused table costs nothing.
         self.worker: NDArray[np.int_] = np.zeros(capacity, np.int_)  # index of the worker that keeps it
@@ -219,8 +222,10 @@ class TimestepTable:
         All are `[n]`, or one flag for all. `incarnations` are the numbers of replacements of `workers`.
         """
         places = self.places(numbers)
-        self._numbers[places], self.worker[places] = numbers, workers
-        self._incarnations[places], self.needs_reset[places] = incarnations, needs_reset
+        self._numbers[places] = numbers
+        self.worker[places] = workers
+        self._incarnations[places] = incarnations
+        self.needs_reset[places] = needs_reset
         return places
 
     def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int_]:
@@ -234,7 +239,8 @@ class TimestepTable:
     def ids(self, numbers: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Returns the names `[n, 3]` of states: the pool's id, and the low and high word of the number."""
         ids = np.empty((len(numbers), 3), np.uint32)
-        ids[:, 0], ids[:, 1:] = self._pool_id, numbers.astype("<i8").view("<u4").reshape(-1, 2)
+        ids[:, 0] = self._pool_id
+        ids[:, 1:] = numbers.astype("<i8").view("<u4").reshape(-1, 2)
         return ids
 
     def find(self, ids: NDArray[np.uint32], incarnations: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -301,7 +307,8 @@ class PoolStates(PoolExtension):
         spec = self._spec = pool.spec
         self.table: TimestepTable = TimestepTable(capacity, pool_id=pool.id)
         self.table.attach(spec, arrays)
-        self._numbers, self._oldest = arrays["state",], arrays["oldest_state",]
+        self._numbers = arrays["state",]
+        self._oldest = arrays["oldest_state",]
         self._first_simulated = arrays["first_simulated",]
         # What a dispatched simulation passes to the workers: states before and after it, and actions.
         self._simulated: list[NDArray[Any]] = []
@@ -317,7 +324,8 @@ class PoolStates(PoolExtension):
 
     def forget(self) -> None:
         nothing = np.zeros(0, np.int64)
-        self.table.rows, self._simulated = [], []
+        self.table.rows = []
+        self._simulated = []
         self._numbers = self._oldest = self._first_simulated = nothing
 
     def save(
@@ -327,7 +335,8 @@ class PoolStates(PoolExtension):
 
         `needs_reset`, `[n]`, has the envs that must be reset before they are stepped.
         """
-        table, workers = self.table, self._worker_of[slots]
+        table = self.table
+        workers = self._worker_of[slots]
         numbers = table.allocate(len(slots))
         rest = self._dispatch(pool, active, Verb.SAVE, slots, numbers)
         self._request(
@@ -346,10 +355,14 @@ class PoolStates(PoolExtension):
         sources: Sources
         if packed is None:
             numbers = self.table.find(ids, _incarnations(pool))
-            places, sources = self.table.places(numbers), self._sources_for(pool, slots, numbers)
-            rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
+            places = self.table.places(numbers)
+            sources = self._sources_for(pool, slots, numbers)
+            rows = self.table.read(places)
+            needs_reset = self.table.needs_reset[places]
         else:
-            sources, rows, needs_reset = packed.data, list(packed.rows), packed.needs_reset
+            sources = packed.data
+            rows = list(packed.rows)
+            needs_reset = packed.needs_reset
         rows[self._leaf["info", "env_id"]] = slots.astype(np.int32)
         # Before the envs change, as a failure of `restore` breaks the pool.
         if not isinstance(sources, np.ndarray):
@@ -390,7 +403,8 @@ class PoolStates(PoolExtension):
         sources = table.find(ids, _incarnations(pool))
         before = table.places(sources)
         # Read before `allocate`, which may give the places of the sources to the new states.
-        workers, env_ids = table.worker[before], table.rows[self._leaf["info", "env_id"]][before]
+        workers = table.worker[before]
+        env_ids = table.rows[self._leaf["info", "env_id"]][before]
         ended = np.flatnonzero(table.needs_reset[before])
         if ended.size and pool.resets_required:
             raise ResetNeededError(
@@ -399,7 +413,8 @@ class PoolStates(PoolExtension):
                 'autoreset_mode="EPISODIC" or with autoreset'
             )
         idle, idle_rows = self._idle_rows(before)
-        numbers, oldest = table.allocate(len(workers)), table.oldest
+        numbers = table.allocate(len(workers))
+        oldest = table.oldest
         rest = workers
         if self._simulated and len(workers) and not len(pool.pending_envs.sent):  # which can't be dispatched
             rest = self._dispatch_simulation(pool, active, workers, sources, numbers, actions)
@@ -432,7 +447,8 @@ class PoolStates(PoolExtension):
         """Keeps states of another pool, and returns their names `[n, 3]`."""
         slots = packed.rows[self._leaf["info", "env_id"]].astype(np.intp) % self._spec.num_envs
         workers = self._worker_of[slots]
-        numbers, oldest = self.table.allocate(len(workers)), self.table.oldest
+        numbers = self.table.allocate(len(workers))
+        oldest = self.table.oldest
         data = np.array(packed.data, object)
         self._request(
             pool,
@@ -497,7 +513,8 @@ class PoolStates(PoolExtension):
         Returns the worker of each state `[n]` that was left out, and -1 for the others.
         """
         counts = np.bincount(workers)
-        involved, stops = np.flatnonzero(counts), counts.cumsum()
+        involved = np.flatnonzero(counts)
+        stops = counts.cumsum()
         slots = self._worker_of.searchsorted(involved)  # the first env of each
         is_sorted = (workers[1:] >= workers[:-1]).all()
         order = slice(None) if is_sorted else workers.argsort(kind="stable")

@@ -48,7 +48,9 @@ def prove(
         EnvStateError: A state can't be saved or restored, or results differ. The message names the attribute
             that differs, too, if there is one.
     """
-    env, before, name = stateful.env, stateful.save(), type(stateful.env.unwrapped).__name__
+    env = stateful.env
+    before = stateful.save()
+    name = type(stateful.env.unwrapped).__name__
     space = copy.deepcopy(env.action_space)
     space.seed(0)
     actions = [space.sample() for _ in range(num_steps)]
@@ -101,7 +103,9 @@ class Recording:
     """The calls of an env and their results, when it is stepped and reset through this object."""
 
     def __init__(self, stateful: StatefulEnv, progress: Callable[[], None], num_states: int) -> None:
-        self.stateful, self.progress, self._num_states = stateful, progress, num_states
+        self.stateful = stateful
+        self.progress = progress
+        self._num_states = num_states
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # method and arguments
         self.results: list[Any] = []  # a snapshot of each result
         self.states: list[EnvSnapshot] = []  # after the first calls, to name an attribute that differs
@@ -185,7 +189,8 @@ def _differing_result(first: Any, again: Any) -> str | None:
         return "the result"
     for name, mine, its in zip(names, one, other, strict=True):
         if name == "info":
-            mine, its = _without_times(mine), _without_times(its)
+            mine = _without_times(mine)
+            its = _without_times(its)
         where = difference(mine, its)
         if where is not None:
             return f"{name}{where}"
@@ -293,7 +298,8 @@ def call_in_fork(function: Callable[[Callable[[], None]], Any], env: Any, second
 
 def patience(stats: memoryview) -> float:
     """Returns the seconds for a step or reset in a child: ten times their mean time, and a few more."""
-    steps, resets = max(stats[_stats.STEPS], 1), max(stats[_stats.RESETS], 1)
+    steps = max(stats[_stats.STEPS], 1)
+    resets = max(stats[_stats.RESETS], 1)
     return _PATIENCE + 10 * (stats[_stats.STEP_NS] / steps + stats[_stats.RESET_NS] / resets) / 1e9
 
 
@@ -313,7 +319,8 @@ def _read(file: io.FileIO, child: int, seconds: float) -> bytes:
             parts.append(part)
             alive = active = time.monotonic()
         elif (now_used := _cpu_time(child)) != used:  # on a busy machine, it may get little
-            used, active = now_used, time.monotonic()
+            used = now_used
+            active = time.monotonic()
         if time.monotonic() > min(active + seconds, alive + max(seconds, _BUSY_PATIENCE)):
             raise TimeoutError
 

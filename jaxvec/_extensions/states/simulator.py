@@ -44,7 +44,9 @@ class Simulator:
         others: Callable[[], list[tuple[str | int, Env]]],
     ) -> None:
         self.steps = 0  # so far
-        self._env_fns, self._first, self._running = env_fns, first, running
+        self._env_fns = env_fns
+        self._first = first
+        self._running = running
         self._spec = replace(spec, num_envs=_MAX_ROWS, batch_size=_MAX_ROWS)
         self._stepper_of = stepper_of  # takes envs, their function, specification and arrays
         self._others = others  # returns the envs of the pool, each with its slot
@@ -91,7 +93,8 @@ class Simulator:
         return after
 
     def close(self) -> None:
-        built, self._built = self._built, {}
+        built = self._built
+        self._built = {}
         for env, *_ in built.values():
             with suppress(BaseException):
                 env.close()
@@ -116,7 +119,8 @@ class Simulator:
             slot = states[len(after)].slot
             if not isinstance(error, EnvFailure):
                 raise EnvFailure(slot, "simulate") from error
-            error.env_id, error.operation = slot, "simulate"
+            error.env_id = slot
+            error.operation = "simulate"
             raise error from error.__cause__
         finally:
             self._running[0] = 0
@@ -142,7 +146,8 @@ def _kind(place: int, env_fn: EnvFn) -> Hashable:
 
     Large arrays are equal here if they are in the same memory.
     """
-    buffer, places = io.BytesIO(), list[tuple[int, int]]()
+    buffer = io.BytesIO()
+    places = list[tuple[int, int]]()
 
     def is_small(array: PickleBuffer) -> bool:
         if array.raw().nbytes < MIN_LARGE:

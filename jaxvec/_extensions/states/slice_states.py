@@ -31,10 +31,14 @@ class SliceStates(SliceExtension):
     """The saved states of the envs of one slice."""
 
     def __init__(self, env_slice: EnvSlice, options: States) -> None:
-        self._slice, self._options = env_slice, options
+        self._slice = env_slice
+        self._options = options
         self._states = SlotStates(env_slice, options)
-        self._slots, self._first = env_slice.slots, env_slice.first
-        self._spec, self._arrays, self._stats = env_slice.spec, env_slice.arrays, env_slice.stats
+        self._slots = env_slice.slots
+        self._first = env_slice.first
+        self._spec = env_slice.spec
+        self._arrays = env_slice.arrays
+        self._stats = env_slice.stats
         self._running = env_slice.running
         self._table = StateTable(self._stats)
         self._received: dict[bytes, SlotState] = {}  # to be restored next
@@ -191,7 +195,8 @@ class SliceStates(SliceExtension):
     ) -> None:
         """Steps from states, keeps the next ones, and writes the time steps to these places of `rows`."""
         with self._table.evicting(oldest):
-            before, states = self._simulator.steps, [self._table[source] for source in sources]
+            before = self._simulator.steps
+            states = [self._table[source] for source in sources]
             try:
                 after = self._simulator.step(states, actions, rows, places)
             finally:

@@ -53,7 +53,9 @@ class StateTable:
         self.by_number: dict[int, SlotState] = {}
         self._in_order: deque[int] = deque()  # the numbers
         self._stats = stats  # the worker's row of statistics
-        self._size, self._until_measured, self._between = 0, 0, 1
+        self._size = 0
+        self._until_measured = 0
+        self._between = 1
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if number not in self.by_number]
@@ -122,7 +124,8 @@ class SlotStates:
     """
 
     def __init__(self, env_slice: EnvSlice, options: States) -> None:
-        self._slice, self._options = env_slice, options
+        self._slice = env_slice
+        self._options = options
         envs = env_slice.slots.envs
         by_id = {id(env): self.observe(env) for env in envs}  # all slots of a simulator share one env
         self.stateful = [by_id[id(env)] for env in envs]
@@ -149,7 +152,8 @@ class SlotStates:
         All rows share one env, so each state is restored when the step before it is saved. `running` gets the
         slot of each state in turn.
         """
-        env_slice, last = self._slice, len(states) - 1
+        env_slice = self._slice
+        last = len(states) - 1
         for index, state in enumerate(states):
             env_slice.episodes.restore(index, state.data.episode)
             env_slice.episodes.clear_marks(index)  # the row may contain flags of another state
