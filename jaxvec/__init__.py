@@ -18,6 +18,7 @@ with _util.required_imports():
 
 # What the core does not import itself.
 _extension.extensions += _extensions.make_states, _extensions.make_spare_envs, _extensions.make_recycling
+_extension.tracer = _extensions.trace_pool
 _extension.interpreters.append(_backends.make_other_python)
 _extension.backends["ray"] = _backends.make_ray
 

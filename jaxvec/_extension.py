@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxvec._options import PoolConfig
@@ -51,6 +53,10 @@ extensions: list[Callable[[PoolConfig], Extension | None]] = []
 
 # Each returns the interpreter of the workers that the options name, or `None` for this one.
 interpreters: list[Callable[[PoolConfig], Interpreter | None]] = []
+
+# Traces a block and writes its timeline, for `VectorEnv.trace`: the pool, the env ids `(first, stop)` of each
+# worker, the path of the file, and the number of events to keep.
+tracer: Callable[[Pool, tuple[tuple[int, int], ...], str | Path, int], AbstractContextManager[Path]]
 
 # By name, for `make(backend=...)`.
 backends: dict[str, Callable[[], Backend]] = {}

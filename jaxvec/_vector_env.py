@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from jaxvec import _arguments, _results, _tracing
+from jaxvec import _arguments, _extension, _results
 from jaxvec._engine.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import JaxvecError
@@ -613,10 +613,7 @@ class VectorEnv:
                 print(path)  # envs.json
             ```
         """
-        pool = self._pool
-        start = pool.start_trace
-        stop = pool.stop_trace
-        return _tracing.tracing(start, stop, path, self._slices, pool_id=pool.id, max_events=max_events)
+        return _extension.tracer(self._pool, self._slices, path, max_events)
 
     def raise_if_failed(self) -> None:
         """Raises the typed error of the last failed program, once, or the error that broke the pool.

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from jaxvec._extension import Extension
 from jaxvec._options import PoolConfig
+
+if TYPE_CHECKING:  # workers import this file, and never the pool
+    from jaxvec._pool.pool import Pool
 
 
 def make_states(config: PoolConfig) -> Extension | None:
@@ -12,6 +19,14 @@ def make_states(config: PoolConfig) -> Extension | None:
     from jaxvec._extensions.states import StatesExtension
 
     return StatesExtension(config.states)
+
+
+def trace_pool(
+    pool: Pool, slices: tuple[tuple[int, int], ...], path: str | Path, max_events: int
+) -> AbstractContextManager[Path]:
+    from jaxvec._extensions import timeline
+
+    return timeline.trace_pool(pool, slices, path, max_events)
 
 
 def make_spare_envs(config: PoolConfig) -> Extension | None:

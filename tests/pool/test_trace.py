@@ -18,7 +18,7 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 from support import probe
 from support.disasters import failing, in_two_ways, wait_until, wait_until_dead
-from support.probe import Span, Trace, _ffi, _native, _tracing, pool_of
+from support.probe import Span, Trace, _ffi, _native, _tracing, build_timeline, pool_of
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -454,7 +454,7 @@ def test_jax_profiler_sees_the_calls_of_the_host(make, tmp_path):
 
 def test_dropped_trace_events_are_counted_once_across_threads():
     spans = [Span("jaxvec.step", 0, 1_000, thread) for thread in (1, 2)]
-    timeline = _tracing.build(
+    built = build_timeline(
         [Trace(spans, dropped=3), Trace([], dropped=4)],
         [Trace([], dropped=5)],
         [(0, 1)],
@@ -463,6 +463,6 @@ def test_dropped_trace_events_are_counted_once_across_threads():
         began_ns=0,
         ended_ns=1_000,
     )
-    assert list(timeline["otherData"]["dropped"].values()) == [7, 5]
-    remarks = [event["name"] for event in timeline["traceEvents"] if event["ph"] == "i"]
+    assert list(built["otherData"]["dropped"].values()) == [7, 5]
+    remarks = [event["name"] for event in built["traceEvents"] if event["ph"] == "i"]
     assert [remark.split()[0] for remark in remarks] == ["7", "5"]

@@ -98,9 +98,10 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
     seen = _native.ext.plain_identity(value, ATOMS, node.identity if node is not None else None)
     if seen is None:
         return None
-    if node is None or seen is not True:
+    if seen is not True:
         identity, members = seen
         node = Plain(_copy_plain(value), identity, frozenset(members))
+    assert node is not None  # `seen` is only True if it was compared with the identity of a node
     parts = node.members
     if not parts.isdisjoint(saver.memo) or not parts.isdisjoint(saver.owners):
         return None

@@ -67,8 +67,11 @@ def save_picture(saver: Saver, value: Any) -> Any:
     settings = value.get_colorkey(), value.get_alpha(), tuple(value.get_clip()), palette
     pixels = _memory(value)
     known = saver.shared.get(id(value))
-    is_known = type(known) is _Picture and (known.form, known.settings) == (form, settings)
-    if not is_known or not np.array_equal(known.pixels, pixels):
+    if (
+        type(known) is not _Picture
+        or (known.form, known.settings) != (form, settings)
+        or not np.array_equal(known.pixels, pixels)
+    ):
         known = _Picture(form, settings, pixels.copy())
         saver.shared[id(value)] = known
     return saver.remember(value, known)
