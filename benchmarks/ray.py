@@ -1,7 +1,4 @@
-"""Compares pools and rollouts on a Ray cluster with plain Ray actors: `python -m benchmarks.ray`.
-
-The cluster is simulated on this machine, so there is no network between the actors and the program.
-"""
+"""Compares rollouts by actors of a Ray cluster with a plain Ray actor: `python -m benchmarks.ray`."""
 
 from __future__ import annotations
 
@@ -27,88 +24,6 @@ from benchmarks.__main__ import machine
 PARAMS = np.zeros(1000, np.float32)  # weights of the actors
 
 
-NUM_ENVS = 8
-PARTS = ("steps", "actors")
-
-
-class SlowEnv(gymnasium.Env[Any, Any]):
-    """An env that sleeps for `seconds` per step, like one that waits for a simulator."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (64,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, seconds: float = 0) -> None:
-        self._seconds = seconds
-        self._obs = np.zeros(64, np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return self._obs, {}
-
-    def step(self, action: Any) -> Any:
-        if self._seconds:
-            time.sleep(self._seconds)
-        return self._obs, 0.0, False, False, {}
-
-
-class PlainActors:
-    """The least that a program without jaxvec does to step envs in actors, as one batch."""
-
-    def __init__(self, env: Callable[[], Any], num_actors: int) -> None:
-        size = NUM_ENVS // num_actors
-        self._actors = [SyncActor.remote(env, size) for _ in range(num_actors)]
-        self._actions = np.zeros(size, np.int32)
-
-    def __call__(self, times: int) -> None:
-        for _ in range(times):
-            parts = ray.get([actor.step.remote(self._actions) for actor in self._actors])
-            for leaves in zip(*parts, strict=True):
-                np.concatenate(leaves)
-
-
-class PoolRun:
-    """Steps a pool in a compiled loop."""
-
-    def __init__(self, envs: jaxvec.VectorEnv) -> None:
-        self._handle, self._timestep = jaxvec.reset(envs, seed=0)
-        self._program = jax.jit(play_steps(1))
-
-    def __call__(self, times: int) -> None:
-        for _ in range(times):
-            self._handle, _, trajectory = self._program(None, self._handle, self._timestep, None)
-        jax.block_until_ready(trajectory)
-
-
-def steps(rounds: int, times: int) -> Iterator[str]:
-    """Compares the duration of a step of a pool on Ray with a plain loop over actors."""
-    yield (
-        f"\nMilliseconds per step of {NUM_ENVS} envs with observations of 256 bytes, and in brackets CPU "
-        "time of the program; medians of interleaved turns. Each actor steps its envs one after the other.\n"
-    )
-    yield "| an env step takes | actors | plain actors | pool on Ray | ratio |"
-    yield "| ---: | ---: | ---: | ---: | ---: |"
-    for seconds, num_actors in itertools.product((0, 0.005, 0.02), (1, 2, 4)):
-        env = partial(SlowEnv, seconds)
-        backend = jaxvec.Ray(num_actors, {"num_cpus": 0.1})
-        with jaxvec.make(env, NUM_ENVS, num_workers=num_actors, backend=backend, final_obs=False) as envs:
-            runs: list[Callable[[int], None]] = [PlainActors(env, num_actors), PoolRun(envs)]
-            turn_times = max(min(times, int(0.5 / (seconds * NUM_ENVS / num_actors + 0.002))), 3)
-            found: list[list[tuple[float, float]]] = [[] for _ in runs]
-            for run in runs:
-                run(3)
-            for _ in range(rounds):
-                for run, results in zip(runs, found, strict=True):
-                    wall = time.perf_counter()
-                    cpu = time.process_time()
-                    run(turn_times)
-                    wall = time.perf_counter() - wall
-                    cpu = time.process_time() - cpu
-                    results.append((wall / turn_times * 1e3, cpu / turn_times * 1e3))
-        medians = [[statistics.median(column) for column in zip(*results, strict=True)] for results in found]
-        texts = " | ".join(f"{wall:.2f} ({cpu:.2f})" for wall, cpu in medians)
-        ratio = medians[1][0] / medians[0][0]
-        yield f"| {seconds * 1e3:g} ms | {num_actors} | {texts} | {ratio:.2f} |"
-
-
 def play_steps(num_steps: int) -> Callable[..., Any]:
     """Returns a rollout function that takes `num_steps` steps."""
 
@@ -130,9 +45,6 @@ class SyncActor:
         same_step = gymnasium.vector.AutoresetMode.SAME_STEP  # as `Rollouts` does
         self._envs = gymnasium.vector.SyncVectorEnv([env] * num_envs, autoreset_mode=same_step)
         self._envs.reset(seed=0)
-
-    def step(self, actions: Any) -> Any:
-        return self._envs.step(actions)[:4]
 
     def run(self, params: Any, num_steps: int) -> Any:
         action = np.zeros(self._envs.num_envs, np.int32)
@@ -213,15 +125,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ray", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each system")
     parser.add_argument("--times", type=int, default=200, help="steps per measurement")
-    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="benchmarks to run")
     options = parser.parse_args()
     print(f"`python -m benchmarks.ray {' '.join(sys.argv[1:])}`".replace(" `", "`"))
     print(f"on {machine()}, ray {ray.__version__}")
     ray.init(address="local", num_cpus=4, log_to_driver=False)
-    for part in (steps, actors):
-        if part.__name__ in options.parts:
-            for line in part(options.rounds, options.times):
-                print(line, flush=True)
+    print(*actors(options.rounds, options.times), sep="\n", flush=True)
     ray.shutdown()
 
 

@@ -20,7 +20,6 @@ with _util.required_imports():
 _extension.extensions += _extensions.make_states, _extensions.make_spare_envs, _extensions.make_recycling
 _extension.tracer = _extensions.trace_pool
 _extension.interpreters.append(_backends.make_other_python)
-_extension.backends["ray"] = _backends.make_ray
 
 if TYPE_CHECKING:
     from jaxvec import adapters as adapters
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from jaxvec import ports as ports
     from jaxvec import spaces as spaces
     from jaxvec import testing as testing
-    from jaxvec._backends.ray.env_actors import Ray
     from jaxvec._backends.ray.rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
     from jaxvec._workers.backend import Backend
@@ -44,7 +42,6 @@ __all__ = [
     "Backend",
     "EnvState",
     "Handle",
-    "Ray",
     "Recycle",
     "Restart",
     "Rollout",
@@ -85,7 +82,6 @@ _MODULES = (
 _LAZY = {
     "Backend": "_workers.backend",
     "Handle": "callbacks._handle",
-    "Ray": "_backends.ray.env_actors",
     "Rollout": "_backends.ray.rollouts",
     "Rollouts": "_backends.ray.rollouts",
     "VectorEnv": "_vector_env",

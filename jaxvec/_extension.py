@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # each process imports its own half only
     from jaxvec._memory.segment import Arrays, ArrayType
     from jaxvec._pool.pool import Pool
     from jaxvec._pool.pool_extension import PoolExtension
-    from jaxvec._workers.backend import Backend
     from jaxvec._workers.interpreter import Interpreter
 
 
@@ -57,6 +56,3 @@ interpreters: list[Callable[[PoolConfig], Interpreter | None]] = []
 # Traces a block and writes its timeline, for `VectorEnv.trace`: the pool, the env ids `(first, stop)` of each
 # worker, the path of the file, and the number of events to keep.
 tracer: Callable[[Pool, tuple[tuple[int, int], ...], str | Path, int], AbstractContextManager[Path]]
-
-# By name, for `make(backend=...)`.
-backends: dict[str, Callable[[], Backend]] = {}

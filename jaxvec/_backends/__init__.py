@@ -1,4 +1,4 @@
-"""Where envs may run beside local processes of this Python: actors of a Ray cluster, another Python."""
+"""What runs elsewhere than in local processes of this Python: rollouts on Ray, workers in another Python."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 from jaxvec._options import PoolConfig
 
 if TYPE_CHECKING:
-    from jaxvec._workers.backend import Backend
     from jaxvec._workers.interpreter import Interpreter
-
-
-def make_ray() -> Backend:
-    from jaxvec._backends.ray.env_actors import Ray
-
-    return Ray()
 
 
 def make_other_python(config: PoolConfig) -> Interpreter | None:

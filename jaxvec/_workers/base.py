@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from jaxvec._engine.engine import Engine, EngineConfig
 from jaxvec._engine.move import Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.slice import Arguments, EnvSettings
-from jaxvec._errors import JaxvecError, NotReadyError
+from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout
 from jaxvec._options import LimitName, Timeouts
 from jaxvec._spec import PoolSpec
@@ -104,14 +104,6 @@ class WaitLimits:
     give_up: float | None = None  # time.monotonic() at which the caller gives up, without a fault
     start: float = field(default_factory=time.monotonic)
 
-    def check_given_up(self) -> None:
-        """Raises `NotReadyError` if the caller does not wait any more."""
-        if self.give_up is not None and time.monotonic() >= self.give_up:
-            raise NotReadyError(
-                f"{self.name} was not ready within the timeout; the envs are still pending, so call it again "
-                "to continue waiting"
-            )
-
     @property
     def timeout(self) -> float | None:
         """Seconds that the operation may take; `None` for no limit."""
@@ -131,9 +123,9 @@ class WorkerGroup(ABC):
     """
 
     description: Description
-    restarts: list[int]  # number of recovered faults, per worker
-    incarnations: list[int]  # number of replacements, per worker
-    last_errors: list[JaxvecError | None]  # of the latest replacement, per worker
+    restarts: Sequence[int]  # number of recovered faults, per worker
+    incarnations: Sequence[int]  # number of replacements, per worker
+    last_errors: Sequence[JaxvecError | None]  # of the latest replacement, per worker
     env_settings: EnvSettings | None  # for rebuilt envs; None if the pool does not recover from faults
     takes_verbs: bool = False  # whether `send` takes the verbs of extensions
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,8 @@ from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
 from jaxvec._engine.engine import Engine, EngineConfig
 from jaxvec._engine.move import Verb
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.slice import Arguments, EnvSettings, Slice
+from jaxvec._envs.slice import Arguments, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
-from jaxvec._leaves import KeyPath
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._options import LimitName
 from jaxvec._spec import PoolSpec
@@ -127,7 +126,7 @@ class LocalProcesses(Backend):
     def num_workers(self, num_instances: int, timeout: float | None) -> int:
         return min(num_instances, usable_cores())
 
-    def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> ProcessWorkers:
+    def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
         launcher = LocalLauncher(recipe)
         return ProcessWorkers(recipe, launcher, learn_info=learn_info)
 
@@ -138,18 +137,6 @@ def _dispatch_of(recipe: WorkerRecipe) -> str:
     if dispatch == "auto" and not recipe.interpreter.is_native:
         return "portable"
     return choose_dispatch(dispatch)
-
-
-class Inheritance(NamedTuple):
-    """The last rows, counters and settings of workers that were lost with their machine.
-
-    Rows `[n, ...]` are those of the envs, by path, and counters those of all workers.
-    """
-
-    rows: Mapping[KeyPath, NDArray[Any]]
-    stats: NDArray[np.int64]
-    restarts: Sequence[int]
-    settings: EnvSettings | None
 
 
 class ProcessWorkers(WorkerGroup):
@@ -164,8 +151,7 @@ class ProcessWorkers(WorkerGroup):
         self._slices = recipe.slices
         self._kind = _dispatch_of(recipe)
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
-        self.restarts = budget.restarts
-        self.env_settings = supervisor.env_settings
+        self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
         self.incarnations, self.last_errors = supervisor.incarnations, supervisor.last_errors
         try:
             self.description = supervisor.build(learn_info=learn_info)
@@ -173,7 +159,7 @@ class ProcessWorkers(WorkerGroup):
             self.close(timeout=0)
             raise
 
-    def attach(self, layout: Layout, spec: PoolSpec, inherited: Inheritance | None = None) -> Arrays:
+    def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         # Workers that share cores do not spin: it would take time from a worker that steps.
         spin_ns = _SPIN_NS if len(self._slices) <= usable_cores() else 0
         descriptor = create_segment(layout)
@@ -183,14 +169,7 @@ class ProcessWorkers(WorkerGroup):
             os.close(descriptor)
             raise
         message = Attach(0, self._slices[0], layout, spec, self._kind, spin_ns, replaces=None)
-        settings = None
-        if inherited is not None:
-            settings = self.env_settings = inherited.settings
-            self.restarts[:] = inherited.restarts
-            arrays["stats",][:] = inherited.stats
-            for path, rows in inherited.rows.items():
-                arrays[path][self._slices[0][0] : self._slices[-1][1]] = rows
-        self.supervisor.attach(message, descriptor, arrays, settings=settings)
+        self.supervisor.attach(message, descriptor, arrays)
         self._spec = spec
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]

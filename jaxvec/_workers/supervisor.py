@@ -35,6 +35,7 @@ from jaxvec._errors import (
     EnvTimeoutError,
     JaxvecError,
     NotPicklableError,
+    NotReadyError,
     PoolClosedError,
     SpaceMismatchError,
     WorkerDiedError,
@@ -145,25 +146,18 @@ class Supervisor:
             self._merge_spaces(worker, description)
         return self._description
 
-    def attach(
-        self, message: protocol.Attach, segment: int, arrays: Arrays, *, settings: EnvSettings | None
-    ) -> None:
-        """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0.
-
-        With `settings`, those of lost workers, they continue from the rows of these in the segment.
-        """
+    def attach(self, message: protocol.Attach, segment: int, arrays: Arrays) -> None:
+        """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0."""
         limits = WaitLimits("attach", self._recipe.config.timeouts, "start", interrupts.since_now())
         self._segment, self._attach = segment, message
         self.diagnosis.action, self.diagnosis.arrays = message.spec.action, arrays
         slices = self._recipe.slices
-        if settings is not None:
-            self.env_settings = settings
-
-        def message_for(worker: int) -> protocol.Attach:
-            replaces = None if settings is None else self._replacement(worker, arrays)
-            return replace(message, worker=worker, slots=slices[worker], replaces=replaces)
-
-        self._exchange(range(len(slices)), message_for, limits, descriptors=[segment])
+        self._exchange(
+            range(len(slices)),
+            lambda worker: replace(message, worker=worker, slots=slices[worker]),
+            limits,
+            descriptors=[segment],
+        )
 
     # --- Requests ------------------------------------------------------------------------------------------
 
@@ -419,7 +413,11 @@ class Supervisor:
         self, limits: WaitLimits, late: Sequence[int], unfinished: Sequence[int] | None = None
     ) -> None:
         """Replaces late workers, or raises. `unfinished` are their slots, or `None` if they owe replies."""
-        limits.check_given_up()
+        if limits.give_up is not None and time.monotonic() >= limits.give_up:
+            raise NotReadyError(
+                f"{limits.name} was not ready within the timeout; the envs are still pending, so call it "
+                "again to continue waiting"
+            )
         error = self.diagnosis.late_error(limits, late, unfinished)
         for worker in late:
             self.replace(worker, error)
@@ -548,26 +546,23 @@ class Supervisor:
             self._merge_spaces(worker, pickle.loads(message.description))
             arrays = self.diagnosis.arrays
             assert arrays is not None
-            slots, replaces = self._recipe.slices[worker], self._replacement(worker, arrays)
-            attach = replace(self._attach, worker=worker, slots=slots, replaces=replaces)
+            first, stop = self._recipe.slices[worker]
+            known = self.env_settings
+            kept = self._attach.spec.kept_leaves
+            replaces = protocol.Replacement(
+                select_options(self.options, first, stop),
+                self.trace,
+                int(Marks.of(arrays).worker_notices[worker, 0]),
+                {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
+                {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
+            )
+            attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
             self._send(worker, attach, deadline, [self._segment])
             # The full time again: with no thread polling, `Ready` may have been unread for long.
             self._extend_start(worker)
             return
         del self.starting[worker]
         self._reset_clocks()
-
-    def _replacement(self, worker: int, arrays: Arrays) -> protocol.Replacement:
-        first, stop = self._recipe.slices[worker]
-        known = self.env_settings
-        kept = self._attach.spec.kept_leaves
-        return protocol.Replacement(
-            select_options(self.options, first, stop),
-            self.trace,
-            int(Marks.of(arrays).worker_notices[worker, 0]),
-            {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
-            {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
-        )
 
     def _reset_clocks(self) -> None:
         """Extends all timeouts until the last start."""

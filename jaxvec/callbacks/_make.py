@@ -137,7 +137,7 @@ def make(
     workers: Workers = Workers(),  # noqa: B008 - it is immutable
     batch_size: int | None = None,
     recv_order: RecvOrder = "ready",
-    backend: Backend | Literal["process", "serial", "ray"] = "process",
+    backend: Backend | Literal["process", "serial"] = "process",
     autoreset_mode: AutoresetMode | AutoresetName | None = None,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
@@ -203,9 +203,9 @@ def make(
 
     Args: Workers
         num_workers: Number of worker processes; by default the number of usable cores (a container's CPU
-            quota counts), or of the CPUs that the actors of a `jaxvec.Ray` reserve.
+            quota counts).
         backend: `"process"`; `"serial"`, which steps all envs in this process, for debugging and for a few
-            fast envs; `"ray"`, or a `jaxvec.Ray` with options, for slow envs on the nodes of a Ray cluster.
+            fast envs; or a `Backend`.
         workers: A `jaxvec.Workers`, such as the start method and environment variables of the workers.
 
     Args: Asynchronous mode

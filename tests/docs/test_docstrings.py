@@ -39,7 +39,6 @@ NO_EXAMPLE |= {
     if name != "Backend"
 }
 NOT_RUN = {
-    "jaxvec.Ray": "needs a cluster; docs/how-to/ray.md has another, which runs",
     "jaxvec.Rollout": "needs a cluster; tests/ray/test_rollouts.py makes rollouts",
     "jaxvec._backends.ray.rollouts.RolloutStats": "needs a cluster",
     "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",

@@ -146,11 +146,6 @@ def steps_in_process(envs: jaxvec.VectorEnv | Pool) -> list[int]:
     return [env.unwrapped.steps for env in workers(envs)._envs]
 
 
-def env_actors(envs: jaxvec.VectorEnv | Pool) -> list[Any]:
-    """Returns the actors of a pool on Ray."""
-    return [part.actor for part in workers(envs)._parts]
-
-
 # --- Slices and compatibility APIs ----------------------------------------------------------------------
 
 

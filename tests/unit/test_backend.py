@@ -77,5 +77,5 @@ def test_a_backend_of_a_user_starts_and_replaces_workers(make):
 def test_a_backend_refuses_options(make):
     with pytest.raises(ValueError, match="spare_envs does not go with advice"):
         make(CountingEnv, 2, backend=Advised(""), spare_envs=1)
-    with pytest.raises(ValueError, match='backend must be "process", "serial", "ray", or a Backend'):
+    with pytest.raises(ValueError, match='backend must be "process", "serial", or a jaxvec.Backend'):
         make(CountingEnv, 2, backend="threads")

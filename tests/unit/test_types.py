@@ -17,13 +17,11 @@ import jaxvec
 jaxvec.make("CartPole-v1", 2, recv_order="sent", backend="serial", autoreset_mode="EPISODIC", check="strict")
 jaxvec.make("CartPole-v1", 2, recv_order="redy")  # error
 jaxvec.make("CartPole-v1", 2, backend="serail")  # error
-jaxvec.make("CartPole-v1", 2, backend=jaxvec.Ray(options={"scheduling_strategy": "SPREAD"}))
 jaxvec.make("CartPole-v1", 2, autoreset_mode="SAME")  # error
 jaxvec.make("CartPole-v1", 2, on_fault="ignore")  # error
 jaxvec.make("CartPole-v1", 2, on_fault="restart")
 jaxvec.make("CartPole-v1", 2, check="strikt")  # error
 jaxvec.Restart(retry="rebild")  # error
-jaxvec.Ray(placement_strategy="PACK")  # error
 jaxvec.Workers(start_method="fork")  # error
 jaxvec.config.transport = "tcp"  # error
 jaxvec.config.dispatch = "native"

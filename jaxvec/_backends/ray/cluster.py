@@ -28,12 +28,6 @@ def _version() -> str:
     return importlib.metadata.version("ray")
 
 
-def describe_node() -> str:
-    """Describes the node of this process, which Ray has started."""
-    ray: Any = importlib.import_module("ray")
-    return f"node {ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:12]})"
-
-
 def describe() -> str:
     """Describes Ray for `jaxvec doctor`; starts nothing."""
     try:

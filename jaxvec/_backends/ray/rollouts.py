@@ -3,8 +3,7 @@
     Rollouts.push -- weights ------> _ActorGroup -- Ray call: weights ----> RolloutActor, which has a pool
     Rollouts.get  <-- trajectory --- _ActorGroup <-- answer: PackedRollout -- and the compiled function
 
-Ray places the actors, and starts the process of a lost one again. With `backend="ray"`, `make` uses a
-cluster in the other way: the pool is here and its workers are there.
+Ray places the actors, and starts the process of a lost one again.
 """
 
 from __future__ import annotations
