@@ -366,8 +366,6 @@ def env_counter(env):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("how", WAYS)
 def test_objects_are_exact(name, how):
-    if name == "free lock" and how == "anew":
-        pytest.skip("a lock stays with its env")
     assert_exact(functools.partial(Holder, name), how)
 
 
