@@ -124,7 +124,8 @@ class EnvRows:
 
         The action is `None` for those of `take_wrong_actions`.
         """
-        given, self.given = self.given, None
+        given = self.given
+        self.given = None
         if given is not None:
             return [given[index] for index in indices]
         try:
@@ -134,7 +135,8 @@ class EnvRows:
 
     def take_wrong_actions(self) -> dict[int, ActionError]:
         """Returns the errors of padded actions that the last `actions` found to be invalid, by index."""
-        wrong, self._wrong_actions = self._wrong_actions, {}
+        wrong = self._wrong_actions
+        self._wrong_actions = {}
         return wrong
 
     def _try_action(self, index: int) -> Any:

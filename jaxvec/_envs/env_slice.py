@@ -133,7 +133,8 @@ class EnvSlice(Slice):
             lends=lends,
         )
         self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
-        self._reward_shape, self._strict = spec.reward.shape, config.strict
+        self._reward_shape = spec.reward.shape
+        self._strict = config.strict
         self._run = self._step_one
         if compiled is not None:
             marks = *self.episodes.end_marks, *self.rows.final.columns
@@ -159,7 +160,10 @@ class EnvSlice(Slice):
         self._indices: list[int] = []
         self._index: Index = slice(0, 0, 1)
         self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
-        self.env_fns, self.spec, self.arrays, self.config = env_fns, spec, arrays, config
+        self.env_fns = env_fns
+        self.spec = spec
+        self.arrays = arrays
+        self.config = config
         self.extensions = [extend(self) for extend in on_slice]
         self.verbs = merge(extension.verbs for extension in self.extensions)
         for extension in self.extensions:
@@ -197,8 +201,10 @@ class EnvSlice(Slice):
         """Steps the envs of `slots` in turn; calls `after` with the index of each when its row is written."""
         self._counted = 0, monotonic_ns(), self.stats[_stats.RESET_NS]
         if (requested := slots.tobytes()) != self._last_slots:
-            self._last_slots, array = requested, slots - self.first
-            self._indices, self._index = array.tolist(), index_of(array)
+            self._last_slots = requested
+            array = slots - self.first
+            self._indices = array.tolist()
+            self._index = index_of(array)
         indices = self._indices
         if self._delivered is not None:
             self._delivered.keep(slots - self.first)
@@ -254,7 +260,9 @@ class EnvSlice(Slice):
         This is the hot loop: its overhead over `env.step` is the cost of jaxvec per step. The compiled loop
         makes ordinary steps. Python handles all others, and can handle every step.
         """
-        run, state, targets = self._run, self.episodes.state, self.slots.targets
+        run = self._run
+        state = self.episodes.state
+        targets = self.slots.targets
         targets.update()
         place = 0
         while True:
@@ -272,7 +280,8 @@ class EnvSlice(Slice):
         self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None
     ) -> None:
         """Steps the envs before the first invalid action, and raises its error."""
-        wrong, state = self.rows.take_wrong_actions(), self.episodes.state
+        wrong = self.rows.take_wrong_actions()
+        state = self.episodes.state
         needed = (place for place, index in enumerate(indices) if index in wrong and state[index] <= MARKED)
         place = next(needed, len(indices))
         if place:
@@ -340,7 +349,8 @@ class EnvSlice(Slice):
         the episode. It repeats the last delivered observation with a reward of zero, because the current row
         may be half-written.
         """
-        state, delivered = self.episodes.state, self._delivered
+        state = self.episodes.state
+        delivered = self._delivered
         if state[index] == UNRESET:
             obs, info = self._reset_in_step(index)
             self.rows.write_info(index, info)
@@ -402,7 +412,8 @@ class EnvSlice(Slice):
     def _count_steps(self, place: int) -> None:
         """Counts the steps before `place`, and the time since the last count without the time of resets."""
         counted, started, in_resets = self._counted
-        now, resets = monotonic_ns(), self.stats[_stats.RESET_NS]
+        now = monotonic_ns()
+        resets = self.stats[_stats.RESET_NS]
         self._counted = place, now, resets
         self.stats[_stats.STEPS] += place - counted
         self.stats[_stats.STEP_NS] += now - started - (resets - in_resets)
@@ -477,7 +488,8 @@ class EnvSlice(Slice):
         """
         if self.episodes.state[index] > IDLE:
             raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
-        info, objects = self.rows.infos[index], self.rows.objects
+        info = self.rows.infos[index]
+        objects = self.rows.objects
         return SlotData(
             self.episodes.save(index),
             self.slots.save(index),

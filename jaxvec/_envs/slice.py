@@ -61,7 +61,8 @@ class EnvSettings:
 
     def of(self, slot: int) -> SlotSettings | None:
         """Returns the settings of a new env in a slot; `None` if it needs none."""
-        options, attributes = self._options.get(slot), self._attributes.get(slot)
+        options = self._options.get(slot)
+        attributes = self._attributes.get(slot)
         if options is None and attributes is None:
             return None
         return SlotSettings(options, attributes or {})
@@ -173,7 +174,8 @@ class Slice(ABC):
 
     def start_trace(self, capacity: int) -> None:
         """Starts to record the latest `capacity` steps and resets."""
-        self.recorder, self._trace = SpanRecorder(capacity), None
+        self.recorder = SpanRecorder(capacity)
+        self._trace = None
         self._record_calls(self.recorder)
 
     def stop_trace(self) -> Trace | None:
@@ -181,7 +183,8 @@ class Slice(ABC):
 
         Further calls return it again, because the death of another worker may interrupt the first request.
         """
-        recorder, self.recorder = self.recorder, None
+        recorder = self.recorder
+        self.recorder = None
         self._record_calls(None)
         if recorder is not None:
             self._trace = recorder.take()

@@ -63,7 +63,9 @@ class WrapperBypass:
 
     def set_env(self, index: int, env: Any) -> None:
         """Replaces an env, or checks it again because its wrappers may have changed."""
-        self.envs[index], self.limits[index], self._bypassed[index] = env, (), ()
+        self.envs[index] = env
+        self.limits[index] = ()
+        self._bypassed[index] = ()
         if self._bypass:
             self._unchecked.add(index)
 
@@ -87,7 +89,8 @@ class WrapperBypass:
                 env = env.env
             if not _is_unmodified(env):
                 limits = [vars(wrapper) for wrapper in reversed(bypassed) if isinstance(wrapper, TimeLimit)]
-                self.envs[index], self.limits[index] = env, tuple(limits)
+                self.envs[index] = env
+                self.limits[index] = tuple(limits)
                 # Restores do not touch a `PassiveEnvChecker`.
                 self._bypassed[index] = tuple(w for w in bypassed if not isinstance(w, PassiveEnvChecker))
                 self._unchecked.remove(index)
@@ -206,14 +209,18 @@ class SlotEnvs:
         self.record(None)
         self.autoreset_by: Callable[[int], Any] | None = None  # see `SliceExtension.autoreset`
         self.rebuilt = rebuilt
-        self._spares, self._env_fns = spares, env_fns
-        self._seeds, self._rebuilds = rows["seed",], rows["rebuilds",]
+        self._spares = spares
+        self._env_fns = env_fns
+        self._seeds = rows["seed",]
+        self._rebuilds = rows["rebuilds",]
         self._last_seeds = scalars(rows["last_seed",])
         self._stats = stats
         # An env writes the dtype of its space, so it gets its row only if the segment stores this dtype.
         fits = all(leaf.stored == leaf.dtype and not leaf.is_object for leaf in leaves(spec.obs))
         self._can_lend = fits and not any(padded_nodes(spec.obs))
-        self._obs, self._rows, self._lends = spec.obs, rows, lends
+        self._obs = spec.obs
+        self._rows = rows
+        self._lends = lends
         # Envs that were never reset. Some can't take a buffer earlier, so their next reset lends it.
         self._unlent = set(range(len(envs) if lends else 0))
         self._borrowers = {index for index in range(len(envs)) if self._buffer_setter(index) is not None}
@@ -268,7 +275,8 @@ class SlotEnvs:
     def replace(self, index: int, env: Env) -> tuple[Env, int | None, dict[str, Any] | None]:
         """Puts an env into a slot. Returns the old one, with seed and options of its next reset."""
         self.set_buffer(index, lend=False)
-        retired, self.envs[index] = self.envs[index], env
+        retired = self.envs[index]
+        self.envs[index] = env
         self.set_buffer(index, lend=True)
         self.changed(index)
         return retired, self._new_seeds.pop(index, None), self._kept_options.pop(index, None)
@@ -393,6 +401,7 @@ class SlotEnvs:
     def _note_rebuilt(self, index: int) -> None:
         """Derives the next seed of a rebuilt env, if the old env was seeded."""
         self._rebuilds[index] += 1
-        seed, count = self._last_seeds[index], int(self._rebuilds[index])
+        seed = self._last_seeds[index]
+        count = int(self._rebuilds[index])
         if seed != NO_SEED:
             self._new_seeds[index] = derive_seeds(seed, 0, count)

@@ -20,9 +20,9 @@ class Budget:
     """
 
     def __init__(self, policy: Restart | None, num_workers: int, *, who: str = "worker") -> None:
-        self.policy = policy
+        self.policy: Restart | None = policy
         self._who = who
-        self.restarts = [0] * num_workers
+        self.restarts: list[int] = [0] * num_workers
         count = policy.rate[0] if policy and policy.rate else 0
         # Times of the latest restarts of each worker, oldest first, by the monotonic clock in seconds.
         self._latest = [deque[float](maxlen=count) for _ in range(num_workers)]

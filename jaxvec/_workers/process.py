@@ -23,8 +23,9 @@ from jaxvec._engine.choice import choose_dispatch, open_engine, parent_end
 from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
 from jaxvec._engine.engine import Engine, EngineConfig
 from jaxvec._engine.move import Verb
+from jaxvec._envs.constructors import Description
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.slice import Arguments, Slice
+from jaxvec._envs.slice import Arguments, EnvSettings, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._options import LimitName
@@ -72,11 +73,13 @@ class LocalLauncher(Launcher):
     def __init__(self, recipe: WorkerRecipe) -> None:
         config = recipe.config
         interpreter = recipe.interpreter
-        self._config, self._interpreter = config, interpreter
+        self._config = config
+        self._interpreter = interpreter
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config, interpreter) if forks else Spawner(config, interpreter)
         if config.workers.preload and not forks:
-            modules, reason = list(config.workers.preload), fork.reason_unavailable()
+            modules = list(config.workers.preload)
+            reason = fork.reason_unavailable()
             _logger.warning("preload=%s has no effect: workers can't be forked here: %s", modules, reason)
         self._latest: dict[int, tuple[Process, Channel]] = {}  # by worker
         self._output = Output()
@@ -108,7 +111,8 @@ class LocalLauncher(Launcher):
             return self._launcher.launch(streams)
 
     def close(self) -> None:
-        latest, self._latest = self._latest, {}
+        latest = self._latest
+        self._latest = {}
         for process, channel in [*latest.values()]:
             # All have ended, except for one of which Ctrl-C has kept the pool from learning. The traceback of
             # the error that broke the pool may refer to it.
@@ -150,11 +154,14 @@ class ProcessWorkers(WorkerGroup):
         budget = Budget(recipe.config.restart, len(recipe.slices))
         self._slices = recipe.slices
         self._kind = _dispatch_of(recipe)
-        supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
-        self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
-        self.incarnations, self.last_errors = supervisor.incarnations, supervisor.last_errors
+        supervisor = Supervisor(recipe, budget, launcher)
+        self.supervisor: Supervisor = supervisor
+        self.restarts: Sequence[int] = budget.restarts
+        self.incarnations: Sequence[int] = supervisor.incarnations
+        self.last_errors: Sequence[JaxvecError | None] = supervisor.last_errors
+        self.env_settings: EnvSettings | None = supervisor.env_settings
         try:
-            self.description = supervisor.build(learn_info=learn_info)
+            self.description: Description = supervisor.build(learn_info=learn_info)
         except BaseException:
             self.close(timeout=0)
             raise
@@ -173,8 +180,9 @@ class ProcessWorkers(WorkerGroup):
         self._spec = spec
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
-        self.takes_verbs = not self._objects_in
-        marks, channels = Marks.of(arrays), self.supervisor.channels
+        self.takes_verbs: bool = not self._objects_in
+        marks = Marks.of(arrays)
+        channels = self.supervisor.channels
         self._dispatch = parent_end(
             self._kind, marks, slices=self._slices, channels=channels, spin_ns=spin_ns
         )
@@ -195,7 +203,8 @@ class ProcessWorkers(WorkerGroup):
         return self._dispatch.any_resetting(slots)
 
     def wait(self, slots: NDArray[Any], count: int, limits: WaitLimits) -> None:
-        supervisor, dispatch = self.supervisor, self._dispatch
+        supervisor = self.supervisor
+        dispatch = self._dispatch
         while True:
             seconds = min(supervisor.time_left(limits), DEATH_CHECK_INTERVAL)
             if dispatch.wait(slots, count, seconds):
@@ -220,7 +229,8 @@ class ProcessWorkers(WorkerGroup):
 
     def set_options(self, options: Options) -> None:
         # First, so that a worker that is replaced during the request also gets them.
-        before, self.supervisor.options = self.supervisor.options, options
+        before = self.supervisor.options
+        self.supervisor.options = options
 
         def arguments(*slots: int) -> tuple[Options] | None:
             # Only workers with changed options: the others may be in the middle of a long step.
@@ -254,7 +264,8 @@ class ProcessWorkers(WorkerGroup):
             answers = self.supervisor.collect_traces()
         else:
             answers = self.request(Slice.stop_trace, lambda *_: (), limit="start")
-        losses, traces = self.supervisor.losses, list[Trace]()
+        losses = self.supervisor.losses
+        traces = list[Trace]()
         for worker, answer in enumerate(answers):
             if isinstance(answer, JaxvecError):
                 losses.append((worker, Loss(str(answer), time.monotonic_ns())))

@@ -85,7 +85,9 @@ class Supervisor:
     def __init__(self, recipe: protocol.WorkerRecipe, budget: Budget, launcher: Launcher) -> None:
         """Starts the workers, which then wait for `build`. `close` also closes `launcher`."""
         interrupts.watch()
-        self._recipe, self._budget, self._launcher = recipe, budget, launcher
+        self._recipe = recipe
+        self._budget = budget
+        self._launcher = launcher
         # The polling thread replaces entries of both lists; `kill` reads the processes from any thread. A
         # replaced channel keeps its descriptor number, so that polls remain valid.
         self._processes: list[Process] = []
@@ -94,10 +96,10 @@ class Supervisor:
         self.starting: dict[int, float | None] = {}
         # For replacements: options of resets, settings of the envs, and capacity of the span recorder.
         self.options: Options = None
-        self.env_settings = EnvSettings(dumps) if recipe.has_fault else None
+        self.env_settings: EnvSettings | None = EnvSettings(dumps) if recipe.has_fault else None
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
-        self.incarnations = [0] * len(recipe.slices)
+        self.incarnations: list[int] = [0] * len(recipe.slices)
         # Reports of workers that are to be replaced, until they have closed their envs; and the workers whose
         # warnings are in the log. Guarded by `polling`.
         self._retiring: dict[int, Retirement] = {}
@@ -118,7 +120,8 @@ class Supervisor:
         # a recovery is not charged to other operations. Guarded by `polling`.
         self._grace = -math.inf
         self.progress_at: dict[int, float] = {}  # likewise, when a worker has built or completed an env
-        self.diagnosis = Diagnosis(recipe.slices, self._processes, recovers=budget.policy is not None)
+        recovers = budget.policy is not None
+        self.diagnosis: Diagnosis = Diagnosis(recipe.slices, self._processes, recovers=recovers)
         self._segment = -1
         self._buffers = LargeBuffers()  # of the constructors
         self._ending = False  # `kill` or `close` was called, in any thread; set once
@@ -149,8 +152,10 @@ class Supervisor:
     def attach(self, message: protocol.Attach, segment: int, arrays: Arrays) -> None:
         """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0."""
         limits = WaitLimits("attach", self._recipe.config.timeouts, "start", interrupts.since_now())
-        self._segment, self._attach = segment, message
-        self.diagnosis.action, self.diagnosis.arrays = message.spec.action, arrays
+        self._segment = segment
+        self._attach = message
+        self.diagnosis.action = message.spec.action
+        self.diagnosis.arrays = arrays
         slices = self._recipe.slices
         self._exchange(
             range(len(slices)),
@@ -467,7 +472,9 @@ class Supervisor:
         self.incarnations[worker] += 1
         self._retiring.pop(worker, None)
         self.diagnosis.built.pop(worker, None)
-        processes, channels = self._processes, self.channels  # `close` takes other lists
+        # `close` takes other lists
+        processes = self._processes
+        channels = self.channels
         old = processes[worker]
         old.end()
         channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
@@ -500,7 +507,8 @@ class Supervisor:
             raise PoolClosedError("the pool was closed while a worker was replaced")
 
     def _launch(self, worker: int) -> tuple[Process, ParentChannel]:
-        env_ids, name = tuple(range(*self._recipe.slices[worker])), self.diagnosis.name(worker)
+        env_ids = tuple(range(*self._recipe.slices[worker]))
+        name = self.diagnosis.name(worker)
         try:
             return self._launcher.launch(worker)
         except TimeoutError as error:
@@ -570,7 +578,8 @@ class Supervisor:
         self._grace = max(deadlines, default=time.monotonic())
 
     def _merge_spaces(self, worker: int, description: Description) -> None:
-        first, equal = self._recipe.slices[worker][0], self._recipe.equal_spaces
+        first = self._recipe.slices[worker][0]
+        equal = self._recipe.equal_spaces
         merged = merge(self._description.spaces, description.spaces, first, equal=equal)
         if isinstance(merged, str) or description.mismatch is not None:
             raise SpaceMismatchError(merged if isinstance(merged, str) else description.mismatch)
@@ -611,10 +620,13 @@ class Supervisor:
             for process in processes:
                 stack.callback(process.end)
             # A new list, as `kill` may iterate the old one.
-            self._processes, self.channels, self._worker_by_descriptor = [], [], {}
+            self._processes = []
+            self.channels = []
+            self._worker_by_descriptor = {}
             self.diagnosis.processes = []
             self.diagnosis.arrays = None
-            self._segment, self.notify_worker = -1, lambda worker: None
+            self._segment = -1
+            self.notify_worker = lambda worker: None
 
     def _dismiss(self, timeout: float | None, *, tell: bool) -> None:
         """Waits until all workers have closed their envs and ended; logs the `close` calls that fail."""

@@ -114,7 +114,8 @@ def run_worker(channel: Channel) -> None:
             def report_built(count: int) -> None:
                 channel.send(pickle.dumps(Built(count, total)))  # faster than by cloudpickle
 
-            envs, spares = build_env(env_fns, setup.first, size, report=report_built), list[Any]()
+            envs = build_env(env_fns, setup.first, size, report=report_built)
+            spares = list[Any]()
 
             def report_closed(env_ids: range) -> None:
                 with suppress(EOFError):  # the parent has ended
