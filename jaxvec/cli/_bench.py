@@ -183,7 +183,7 @@ def measure(
         load=load,
         platform=jax.default_backend(),
         seconds=seconds,
-        one=statistics.median(single_env for single_env, _ in bare),
+        one=statistics.median(alone for alone, _ in bare),
         all=statistics.median(together for _, together in bare),
         copies=copies,
         core_share=core_share,
