@@ -2,8 +2,6 @@
 
 A wake byte means that slots of the segment have changed. A frame has a pickled message and, if needed, file
 descriptors. The end of file means that the other end is dead or closed, in both directions.
-
-`ParentChannel` and `WorkerChannel` are the interfaces of the two ends, and `Channel` implements both.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import socket
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -32,37 +29,31 @@ _CHUNK = 1 << 20
 WAKE: Final = object()  # the result of `receive` for wake bytes
 
 
-class WorkerChannel(ABC):
-    """A worker's end of a control channel."""
+class Channel:
+    """One end of a control socket, the pool's or a worker's.
 
-    @abstractmethod
-    def wake(self) -> None:
-        """Sends a wake byte. A dead peer is no error here, because `receive` reports it."""
+    One thread at a time may receive; any thread may send.
+    """
 
-    @abstractmethod
-    def readable(self) -> bool:
-        """Returns True if `receive` would not wait."""
+    def __init__(self, sock: socket.socket) -> None:
+        # Any thread sends, with `sending`; one thread at a time receives, in a pool with `polling`.
+        self._socket = sock
+        # Held while sending, or to keep other threads from sending. Reentrant, because a signal handler may
+        # send, too.
+        self.sending: AbstractContextManager[Any] = threading.RLock()
+        self.descriptors: list[int] = []  # received descriptors, which the receiver removes
+        self._is_replacing = False  # these two guarded by `sending`
+        self._closed = False
 
-    @abstractmethod
-    def receive(self, deadline: float | None = None) -> Any:
-        """Waits for a message, or for `WAKE`.
-
-        Raises:
-            TimeoutError: A message arrived in part, but not whole by `deadline` (`time.monotonic()` seconds).
-            EOFError: The peer is dead, or has closed its end.
-        """
-
-
-class ParentChannel(WorkerChannel):
-    """The pool's end of the channel to one worker. One thread at a time may receive; any thread may send."""
-
-    sending: AbstractContextManager[Any]  # lock held while sending, or to keep other threads from sending
-
-    @abstractmethod
     def fileno(self) -> int:
         """Returns a descriptor that is readable if `receive` would not wait."""
+        return self._socket.fileno()
 
-    @abstractmethod
+    def wake(self) -> None:
+        """Sends a wake byte. A dead peer is no error here, because `receive` reports it."""
+        with suppress(BrokenPipeError, ConnectionResetError), self.sending:
+            self._socket.send(_WAKE_BYTE)
+
     def send(
         self,
         message: Any,
@@ -83,48 +74,6 @@ class ParentChannel(WorkerChannel):
             TimeoutError: The peer did not read the message by `deadline`.
             EOFError: The peer is dead.
         """
-
-    @abstractmethod
-    def shut(self) -> None:
-        """Ends the stream to the peer, which then sees an end of file."""
-
-    def break_off(self) -> None:
-        """Aborts a send that another thread is making, if it can take long."""
-
-    @abstractmethod
-    def replace(self, other: Any) -> ParentChannel:
-        """Returns the channel of another worker under this one's descriptor number, which pollers keep."""
-
-    def close(self) -> None:
-        """Closes the socket, if there is one."""
-
-
-class Channel(ParentChannel):
-    """One end of a control socket, the pool's or a worker's."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        # Any thread sends, with `sending`; one thread at a time receives, in a pool with `polling`.
-        self._socket = sock
-        self.sending = threading.RLock()  # reentrant, because a signal handler may send, too
-        self.descriptors: list[int] = []  # received descriptors, which the receiver removes
-        self._is_replacing = False  # these two guarded by `sending`
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def wake(self) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError), self.sending:
-            self._socket.send(_WAKE_BYTE)
-
-    def send(
-        self,
-        message: Any,
-        *,
-        deadline: float | None = None,
-        descriptors: Sequence[int] = (),
-        notify: Callable[[], None] = lambda: None,
-    ) -> None:
         payload = message if isinstance(message, bytes) else dumps(message)
         notify()  # first, because a message longer than the socket's buffer is only sent while the peer reads
         frame = _FRAME_BYTE + _HEADER.pack(len(payload))
@@ -136,9 +85,16 @@ class Channel(ParentChannel):
             self._send_all(frame + payload, deadline)  # in one piece, so that the peer wakes once
 
     def readable(self, deadline: float | None = 0) -> bool:
+        """Returns True if `receive` would not wait, at `deadline` at the latest."""
         return _ready(self._socket, select.POLLIN, deadline)
 
     def receive(self, deadline: float | None = None) -> Any:
+        """Waits for a message, or for `WAKE`.
+
+        Raises:
+            TimeoutError: A message arrived in part, but not whole by `deadline` (`time.monotonic()` seconds).
+            EOFError: The peer is dead, or has closed its end.
+        """
         try:
             kind = self._socket.recv(1)
         except ConnectionResetError as error:
@@ -158,15 +114,18 @@ class Channel(ParentChannel):
         return message
 
     def shut(self) -> None:
+        """Ends the stream to the peer, which then sees an end of file."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def break_off(self) -> None:
+        """Aborts a send that another thread is making."""
         # Both ends see an end of file, also a thread that is in a system call on this socket.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def replace(self, other: Channel) -> Channel:
+        """Returns the channel of another worker under this one's descriptor number, which pollers keep."""
         # `close` in another thread waits for the lock: the number would be free, or that of another file. In
         # a signal handler of this thread, it leaves the socket to this call.
         with self.sending:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from jaxvec._engine.channel import ParentChannel, WorkerChannel
+from jaxvec._engine.channel import Channel
 from jaxvec._engine.dispatch import (
     ParentDispatch,
     PortableParentDispatch,
@@ -44,7 +44,7 @@ def parent_end(
     marks: Marks,
     *,
     slices: tuple[tuple[int, int], ...],
-    channels: Sequence[ParentChannel],
+    channels: Sequence[Channel],
     spin_ns: int,
 ) -> ParentDispatch:
     if kind == "native":
@@ -58,7 +58,7 @@ def worker_end(
     *,
     worker: int,
     slots: tuple[int, int],
-    channel: WorkerChannel,
+    channel: Channel,
     spin_ns: int,
     notices: int = 0,
 ) -> WorkerDispatch:

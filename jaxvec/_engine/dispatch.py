@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._engine.channel import WAKE, ParentChannel, WorkerChannel
+from jaxvec._engine.channel import WAKE, Channel
 from jaxvec._engine.move import VERBS, Verb, requests, verbs_of
 from jaxvec._memory.segment import Marks
 
@@ -167,7 +167,7 @@ class PortableParentDispatch(ParentDispatch):
     """The parent's end of the portable dispatch. It waits at the control sockets and needs no `notify_*`."""
 
     def __init__(
-        self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]
+        self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[Channel]
     ) -> None:
         super().__init__(marks)
         self._request_number = 0  # the latest; written by the thread inside the engine
@@ -203,7 +203,7 @@ class PortableParentDispatch(ParentDispatch):
 class PortableWorkerDispatch(WorkerDispatch):
     """A worker's end of the portable dispatch. It waits at its control socket."""
 
-    def __init__(self, marks: Marks, slots: tuple[int, int], channel: WorkerChannel) -> None:
+    def __init__(self, marks: Marks, slots: tuple[int, int], channel: Channel) -> None:
         super().__init__(marks)
         self._own = slice(*slots)
         self._channel = channel

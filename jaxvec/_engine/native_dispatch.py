@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._engine.channel import ParentChannel, WorkerChannel
+from jaxvec._engine.channel import Channel
 from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Work, WorkerDispatch
 from jaxvec._engine.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
@@ -27,7 +27,7 @@ class NativeParentDispatch(ParentDispatch):
         self,
         marks: Marks,
         slices: tuple[tuple[int, int], ...],
-        channels: Sequence[ParentChannel],
+        channels: Sequence[Channel],
         *,
         spin_ns: int,
     ) -> None:
@@ -69,7 +69,7 @@ class NativeWorkerDispatch(WorkerDispatch):
         marks: Marks,
         worker: int,
         slots: tuple[int, int],
-        channel: WorkerChannel,
+        channel: Channel,
         *,
         spin_ns: int,
         notices: int,

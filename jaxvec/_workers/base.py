@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._engine.channel import ParentChannel
+from jaxvec._engine.channel import Channel
 from jaxvec._engine.engine import Engine, EngineConfig
 from jaxvec._engine.move import Verb
 from jaxvec._envs.constructors import Description
@@ -62,7 +62,7 @@ class Launcher(ABC):
     """A starter of worker processes, each of which then waits on its control socket for `Setup`."""
 
     @abstractmethod
-    def launch(self, worker: int) -> tuple[Process, ParentChannel]:
+    def launch(self, worker: int) -> tuple[Process, Channel]:
         """Starts a worker or its replacement, and returns it with the parent's end of its control socket.
 
         Raises:

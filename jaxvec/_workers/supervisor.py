@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from jaxvec._arguments import Options, select_options
-from jaxvec._engine.channel import WAKE, ParentChannel
+from jaxvec._engine.channel import WAKE, Channel
 from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
@@ -91,7 +91,7 @@ class Supervisor:
         # The polling thread replaces entries of both lists; `kill` reads the processes from any thread. A
         # replaced channel keeps its descriptor number, so that polls remain valid.
         self._processes: list[Process] = []
-        self.channels: list[ParentChannel] = []
+        self.channels: list[Channel] = []
         # Deadlines in time.monotonic() seconds of replacements that do not serve yet. Guarded by `polling`.
         self.starting: dict[int, float | None] = {}
         # For replacements: options of resets, settings of the envs, and capacity of the span recorder.
@@ -506,7 +506,7 @@ class Supervisor:
         if self._ending:
             raise PoolClosedError("the pool was closed while a worker was replaced")
 
-    def _launch(self, worker: int) -> tuple[Process, ParentChannel]:
+    def _launch(self, worker: int) -> tuple[Process, Channel]:
         env_ids = tuple(range(*self._recipe.slices[worker]))
         name = self.diagnosis.name(worker)
         try:
