@@ -225,7 +225,7 @@ def _workers_save_coverage() -> None:
         def dismiss_and_wait(self: supervisor.Supervisor, timeout: float | None, *, tell: bool) -> None:
             deadline = time.monotonic() + (5 if timeout is None else min(timeout, 5))
             dismiss(self, timeout, tell=tell)
-            for process in self._processes:
+            for process in self.processes:
                 process.wait(max(0, deadline - time.monotonic()))
 
         supervisor.Supervisor._dismiss = dismiss_and_wait

@@ -87,18 +87,18 @@ class FinalStep:
 
 def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
     """Returns one env's part of the info of a batched env with `size` envs."""
-    mine: dict[str, Any] = {}
+    part: dict[str, Any] = {}
     for key, value in info.items():
         mask = info.get(f"_{key}")
         # Skip masks, and keys that this env has not set.
         if (key.startswith("_") and key[1:] in info) or (mask is not None and not mask[row]):
             continue
         if isinstance(value, Mapping):
-            mine[key] = one_of(value, row, size)
+            part[key] = one_of(value, row, size)
         else:
             batched = isinstance(value, (np.ndarray, list, tuple)) and len(value) == size
-            mine[key] = value[row] if batched else value
-    return mine
+            part[key] = value[row] if batched else value
+    return part
 
 
 class EnvRows:

@@ -61,7 +61,7 @@ OnSlice: TypeAlias = Callable[["EnvSlice"], SliceExtension]  # makes the half of
 def _copied(value: Any) -> Any:
     """Copies the dicts and arrays of an info."""
     if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copied(part) for key, part in value.items()}
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -242,17 +242,6 @@ class EnvSlice(Slice):
         for name, value in settings.attributes.items():
             self.set_attr([slot], [value], name)
         self.slots.keep_options(index, self._copied(settings.options))
-
-    @property
-    def can_prepare(self) -> bool:
-        return any(extension.can_prepare for extension in self.extensions)
-
-    def prepare(self) -> None:
-        next(extension for extension in self.extensions if extension.can_prepare).prepare()
-
-    def close(self) -> None:
-        for extension in self.extensions:
-            extension.close()
 
     def _step_each(self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None) -> None:
         """Steps envs in turn. If it raises, `_running` names the env.
@@ -438,7 +427,9 @@ class EnvSlice(Slice):
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         results: list[Any] = []
-        for slot, env, (arguments, keywords) in self._accessed(slots, [(each, kwargs) for each in args]):
+        for slot, env, (arguments, keywords) in self._accessed(
+            slots, [(positional, kwargs) for positional in args]
+        ):
             with AttributeErrorContext(slot, name):
                 attribute = find_attr(env, name)
             with EnvErrorContext(slot, name):

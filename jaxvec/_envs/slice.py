@@ -42,11 +42,11 @@ class EnvSettings:
         if options is None and not self._options:
             return
         for slot in slots.tolist():
-            one = None if options is None else options[slot]
-            if one is None:
+            slot_options = None if options is None else options[slot]
+            if slot_options is None:
                 self._options.pop(slot, None)
             else:
-                self._options[slot] = one
+                self._options[slot] = slot_options
 
     def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
         packed: dict[int, Any] = {}  # by identity: often all envs share one large value
@@ -140,10 +140,11 @@ class Slice(ABC):
     @property
     def can_prepare(self) -> bool:
         """True if `prepare` would do something."""
-        return False
+        return bool(self.extensions) and any(extension.can_prepare for extension in self.extensions)
 
-    def prepare(self) -> None:  # noqa: B027 - a default
+    def prepare(self) -> None:
         """Does a piece of work for later, in idle time."""
+        next(extension for extension in self.extensions if extension.can_prepare).prepare()
 
     @abstractmethod
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
@@ -221,5 +222,7 @@ class Slice(ABC):
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         """Returns `function(env, *arguments)` for each env, with its entry of `args`."""
 
-    def close(self) -> None:  # noqa: B027 - a default
-        """Closes envs that the slice built for itself. The caller closes those that it passed in."""
+    def close(self) -> None:
+        """Closes envs that the extensions built. The caller closes those that it passed in."""
+        for extension in self.extensions:
+            extension.close()

@@ -131,8 +131,7 @@ class LocalProcesses(Backend):
         return min(num_instances, usable_cores())
 
     def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
-        launcher = LocalLauncher(recipe)
-        return ProcessWorkers(recipe, launcher, learn_info=learn_info)
+        return ProcessWorkers(recipe, LocalLauncher(recipe), learn_info=learn_info)
 
 
 def _dispatch_of(recipe: WorkerRecipe) -> str:
@@ -282,7 +281,8 @@ class ProcessWorkers(WorkerGroup):
                 del self._dispatch, self._arrays
 
     def processes(self) -> list[ProcessStats | None]:
-        return [None if pid is None else read_process(pid) for pid in self.supervisor.pids()]
+        pids = (process.pid for process in self.supervisor.processes)
+        return [None if pid is None else read_process(pid) for pid in pids]
 
     def kill(self) -> None:
         self.supervisor.kill()

@@ -161,12 +161,11 @@ def pickle_given(
 ) -> bytes:
     """Pickles a value of the user, or raises the error that `refuse` makes of the cause."""
     try:
-        pickled = dump(value)
+        return dump(value)
     except MemoryError:
         raise
     except Exception as error:
         raise refuse(error) from error
-    return pickled
 
 
 def make_setup(

@@ -90,7 +90,7 @@ class Supervisor:
         self._launcher = launcher
         # The polling thread replaces entries of both lists; `kill` reads the processes from any thread. A
         # replaced channel keeps its descriptor number, so that polls remain valid.
-        self._processes: list[Process] = []
+        self.processes: list[Process] = []
         self.channels: list[Channel] = []
         # Deadlines in time.monotonic() seconds of replacements that do not serve yet. Guarded by `polling`.
         self.starting: dict[int, float | None] = {}
@@ -121,14 +121,14 @@ class Supervisor:
         self._grace = -math.inf
         self.progress_at: dict[int, float] = {}  # likewise, when a worker has built or completed an env
         recovers = budget.policy is not None
-        self.diagnosis: Diagnosis = Diagnosis(recipe.slices, self._processes, recovers=recovers)
+        self.diagnosis: Diagnosis = Diagnosis(recipe.slices, self.processes, recovers=recovers)
         self._segment = -1
         self._buffers = LargeBuffers()  # of the constructors
         self._ending = False  # `kill` or `close` was called, in any thread; set once
         try:
             for worker in range(len(recipe.slices)):
                 process, channel = self._launch(worker)
-                self._processes.append(process)
+                self.processes.append(process)
                 self.channels.append(channel)
                 self._worker_by_descriptor[channel.fileno()] = worker
                 self._poll_object.register(channel, select.POLLIN)
@@ -139,8 +139,8 @@ class Supervisor:
     def build(self, *, learn_info: bool) -> Description:
         """Builds the envs in all workers, and returns their description once all are known to match."""
         limits = WaitLimits("constructor", self._recipe.config.timeouts, "start", interrupts.since_now())
-        setup = partial(self._make_setup, learn_info=learn_info)
-        workers = range(len(self._processes))
+        setup = partial(protocol.make_setup, self._recipe, learn_info=learn_info, buffers=self._buffers)
+        workers = range(len(self.processes))
         replies = self._exchange(workers, setup, limits, descriptors=self._buffers.descriptors)
         self.diagnosis.built.clear()
         descriptions = [pickle.loads(ready.description) for ready in replies.values()]
@@ -188,11 +188,13 @@ class Supervisor:
             limits = WaitLimits(name, self._recipe.config.timeouts, limit, check_both)
             replies = self._exchange(requests, requests.__getitem__, limits, name=name)
         workers = range(len(self._recipe.slices))
-        return [self._unpickle(each, name, replies[each]) if each in replies else None for each in workers]
+        return [
+            self._unpickle(worker, name, replies[worker]) if worker in replies else None for worker in workers
+        ]
 
     def collect_traces(self) -> list[Trace | JaxvecError]:
         """Returns each worker's trace, or an error, after the pool broke: workers may be dead or hang."""
-        workers = range(len(self._processes))
+        workers = range(len(self.processes))
         deadline = time.monotonic() + _BROKEN_REPLY_TIMEOUT
         answers: dict[int, Trace | JaxvecError] = {}
         for worker in set(workers) - self.starting.keys():
@@ -350,7 +352,7 @@ class Supervisor:
         received: list[tuple[int, Any]] = []
         others = self._requested.keys() - requested  # their sockets are read by other threads
         if only is not None:
-            others |= set(range(len(self._processes))) - set(only)
+            others |= set(range(len(self.processes))) - set(only)
         readable = [worker for worker in self._readable(self._poll_object, seconds) if worker not in others]
         for worker in readable:
             try:
@@ -379,7 +381,7 @@ class Supervisor:
                 return []
         if not readable:
             # An env may have forked a process that keeps a dead worker's socket open.
-            for worker, process in enumerate(self._processes):
+            for worker, process in enumerate(self.processes):
                 # A retired worker may end by itself after its last message.
                 if worker not in others and process.ended() and not self.channels[worker].readable():
                     self.replace(worker, self._died_error(worker))
@@ -397,7 +399,9 @@ class Supervisor:
         """Collects failures of the workers in `late()` for 0.5 s, and attaches them to `error.others`."""
         errors: dict[int | None, JaxvecError] = {error.worker: error}
         deadline = time.monotonic() + _COLLECT_TIMEOUT
-        while (missing := [each for each in late() if each not in errors]) and time.monotonic() < deadline:
+        while (
+            missing := [worker for worker in late() if worker not in errors]
+        ) and time.monotonic() < deadline:
             limits.check()
             time.sleep(_POLL_INTERVAL)
             for worker in missing:
@@ -406,7 +410,7 @@ class Supervisor:
                         message = self.channels[worker].receive(deadline)
                         if isinstance(message, failures.Report):
                             errors[worker] = failures.to_error(message, worker=worker)
-                    elif self._processes[worker].ended():
+                    elif self.processes[worker].ended():
                         errors[worker] = self._died_error(worker)
                 except EOFError:
                     errors[worker] = self._died_error(worker)
@@ -473,7 +477,7 @@ class Supervisor:
         self._retiring.pop(worker, None)
         self.diagnosis.built.pop(worker, None)
         # `close` takes other lists
-        processes = self._processes
+        processes = self.processes
         channels = self.channels
         old = processes[worker]
         old.end()
@@ -496,11 +500,8 @@ class Supervisor:
             self._check_open()
         deadline = self._extend_start(worker)
         with suppress(EOFError):  # the next poll replaces it
-            setup = self._make_setup(worker, learn_info=False)
+            setup = protocol.make_setup(self._recipe, worker, learn_info=False, buffers=self._buffers)
             self._send(worker, setup, deadline, self._buffers.descriptors)
-
-    def _make_setup(self, worker: int, *, learn_info: bool) -> protocol.Setup:
-        return protocol.make_setup(self._recipe, worker, learn_info=learn_info, buffers=self._buffers)
 
     def _check_open(self) -> None:
         if self._ending:
@@ -562,7 +563,11 @@ class Supervisor:
                 self.trace,
                 int(Marks.of(arrays).worker_notices[worker, 0]),
                 {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
-                {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
+                {
+                    slot: settings
+                    for slot in range(first, stop)
+                    if known and (settings := known.of(slot)) is not None
+                },
             )
             attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
             self._send(worker, attach, deadline, [self._segment])
@@ -574,7 +579,7 @@ class Supervisor:
 
     def _reset_clocks(self) -> None:
         """Extends all timeouts until the last start."""
-        deadlines = [math.inf if each is None else each for each in self.starting.values()]
+        deadlines = [math.inf if deadline is None else deadline for deadline in self.starting.values()]
         self._grace = max(deadlines, default=time.monotonic())
 
     def _merge_spaces(self, worker: int, description: Description) -> None:
@@ -590,7 +595,7 @@ class Supervisor:
     def kill(self) -> None:
         """Kills the workers and all processes of their envs at once. Any thread may call it."""
         self._ending = True
-        for process in self._processes:
+        for process in self.processes:
             process.end()
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
@@ -612,7 +617,7 @@ class Supervisor:
                 stack.callback(channel.close)
             for channel in self.channels:  # ends sends of other threads, which hold a lock that `close` needs
                 stack.callback(channel.break_off)
-            processes = self._processes
+            processes = self.processes
             for process in processes:
                 stack.callback(process.wait, timeout=_KILL_TIMEOUT)
             # Runs first: kills each process group, with all that a worker's envs have started. Before the
@@ -620,7 +625,7 @@ class Supervisor:
             for process in processes:
                 stack.callback(process.end)
             # A new list, as `kill` may iterate the old one.
-            self._processes = []
+            self.processes = []
             self.channels = []
             self._worker_by_descriptor = {}
             self.diagnosis.processes = []
@@ -654,7 +659,7 @@ class Supervisor:
                 still_open -= {
                     worker
                     for worker in still_open
-                    if self._processes[worker].ended() and not self.channels[worker].readable()
+                    if self.processes[worker].ended() and not self.channels[worker].readable()
                 }
                 if remaining <= 0:
                     break
@@ -666,9 +671,6 @@ class Supervisor:
             )
 
     # --- Messages ------------------------------------------------------------------------------------------
-
-    def pids(self) -> list[int | None]:
-        return [process.pid for process in self._processes]
 
     def _send(
         self, worker: int, message: Any, deadline: float | None, descriptors: Sequence[int] = ()

@@ -346,7 +346,7 @@ def test_ctrl_c_during_a_launch_leaves_no_worker(make, new_workers, start_method
 @pytest.mark.parametrize("ended_by", ["restart", "close"])
 def test_worker_that_ends_too_late_is_reaped(make, monkeypatch, new_workers, start_method, ended_by):
     envs = make_fragile(make, start_method)
-    (process,) = {type(each) for each in probe.supervisor(envs)._processes}
+    (process,) = {type(each) for each in probe.supervisor(envs).processes}
     with monkeypatch.context() as patch:  # whoever waits for it gives up
         patch.setattr(process, "wait", lambda self, timeout: False)
         patch.setattr(process, "ended", lambda self: False)

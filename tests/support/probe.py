@@ -105,12 +105,12 @@ def supervisor(envs: jaxvec.VectorEnv | Pool) -> Supervisor:
 
 def processes(envs: jaxvec.VectorEnv | Pool) -> list[psutil.Process]:
     """Returns the processes of the workers, as they are now."""
-    return [psutil.Process(process.pid) for process in supervisor(envs)._processes]
+    return [psutil.Process(process.pid) for process in supervisor(envs).processes]
 
 
 def pids(envs: jaxvec.VectorEnv | Pool) -> list[int]:
     """Returns the process ids of the workers, also of those that have ended."""
-    return [process.pid for process in supervisor(envs)._processes]
+    return [process.pid for process in supervisor(envs).processes]
 
 
 def wrap_launch(envs: jaxvec.VectorEnv | Pool, wrapper: Callable[..., Any]) -> None:
