@@ -196,7 +196,7 @@ def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
     if batch_size < num_envs and not autoreset.resets:
         raise ValueError(
             f"batch_size {batch_size} is below num_envs ({num_envs}) and needs envs that reset themselves; "
-            "choose another autoreset_mode than DISABLED"
+            "choose autoreset_mode SAME_STEP or NEXT_STEP"
         )
     return batch_size
 

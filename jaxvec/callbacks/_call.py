@@ -203,7 +203,7 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
 def move_of(call: Call, pool: Pool, token: Array) -> Move:
     if call.fresh:
         return pool.move_all(call.verb, Caller.PROGRAM)
-    caller = None if call.verb is Verb.GET_ATTR else Caller.PROGRAM
+    caller = None if call.verb.traits.is_pure else Caller.PROGRAM
     return Move(call.verb, token[:, 1].astype(np.intp), token[:, 2], caller)
 
 
