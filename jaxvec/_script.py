@@ -2,7 +2,7 @@
 
 Classes and functions of a script or notebook are pickled by value. Those that a pool's constructors use are
 put into a module `__main__` of each worker. There, the envs' code finds them by name: `pickle`, processes of
-`multiprocessing`. All of them share its globals, as in the program.
+`multiprocessing`, `typing.get_type_hints`. All of them share its globals, as in the program.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import pickle
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, GenericAlias, ModuleType, UnionType
 from typing import Any
 
 import numpy as np
 
 from jaxvec._util import Pickler
+
+# Packages that every worker imports. Annotations that name others are left alone.
+_PACKAGES = {*sys.stdlib_module_names, "numpy", "gymnasium"}
 
 
 class WorkerPickler(Pickler):
@@ -55,6 +59,7 @@ def dumps_with_main(value: Any, large: list[pickle.PickleBuffer] | None = None) 
     `pickle.loads` needs them in this order.
     """
     main = sys.modules["__main__"]
+    in_hints: set[str] = set()
 
     def keeps(buffer: pickle.PickleBuffer) -> bool:
         if large is None or buffer.raw().nbytes < MIN_LARGE:
@@ -62,21 +67,35 @@ def dumps_with_main(value: Any, large: list[pickle.PickleBuffer] | None = None) 
         large.append(buffer)
         return False
 
-    buffer = io.BytesIO()
-    _MainPickler(buffer, main, keeps).dump(value)
+    pickled = _dump(value, main, in_hints, keeps)
+    hints: dict[str, bytes] = {}
+    while names := in_hints - hints.keys():
+        for name in names:
+            try:
+                hints[name] = _dump(vars(main)[name], main, in_hints)
+            except Exception:  # few envs evaluate annotations, so this may stop none
+                hints[name] = b""
     attributes = {name: vars(main).get(name) for name in ("__name__", "__doc__", "__package__")}
     spec = getattr(main, "__spec__", None)
     file = getattr(main, "__file__", None)
-    loader = _Loader(attributes, spec and spec.name, file, _has_guard(file), buffer.getvalue(), large or ())
+    loader = _Loader(attributes, spec and spec.name, file, _has_guard(file), hints, pickled, large or ())
     return pickle.dumps(loader, 5, buffer_callback=lambda _: False)
 
 
-class _MainPickler(WorkerPickler):
-    """Pickles functions and classes of `main` with the names that they have there."""
+def _dump(value: Any, main: ModuleType, in_hints: set[str], keeps: Any = None) -> bytes:
+    buffer = io.BytesIO()
+    _MainPickler(buffer, main, in_hints, keeps).dump(value)
+    return buffer.getvalue()
 
-    def __init__(self, buffer: io.BytesIO, main: ModuleType, keeps: Any) -> None:
+
+class _MainPickler(WorkerPickler):
+    """Pickles functions and classes of `main`, and collects names of `main` in their annotations."""
+
+    def __init__(self, buffer: io.BytesIO, main: ModuleType, in_hints: set[str], keeps: Any) -> None:
         super().__init__(buffer, 5, buffer_callback=keeps)
+        self._main = main.__name__
         self._names = vars(main)
+        self._in_hints = in_hints
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
@@ -87,8 +106,27 @@ class _MainPickler(WorkerPickler):
             code, _, *others = args
             make = _make_function
             args = (code, *others)
+        if obj.__module__ == self._main:
+            self._collect(obj)
         name = obj.__name__ if self._names.get(obj.__qualname__) is obj else None
         return make, args, (complete, state, name), None, None, _complete
+
+    def _collect(self, obj: Any) -> None:
+        annotations: dict[str, Any] = {}
+        with suppress(Exception):  # Python 3.14 evaluates them here
+            annotations = obj.__annotations__
+        for text in annotations.values():
+            if isinstance(text, str):
+                words = {*re.findall(r"\w+", text)} & self._names.keys()
+                self._in_hints.update(word for word in words if self._is_hint(self._names[word]))
+
+    def _is_hint(self, value: Any) -> bool:
+        if isinstance(value, ModuleType):
+            return value.__name__.partition(".")[0] in _PACKAGES
+        if isinstance(value, (type, GenericAlias, UnionType)) or type(value).__module__ == "typing":
+            module: str = getattr(value, "__module__", "typing")
+            return module == self._main or module.partition(".")[0] in _PACKAGES
+        return False
 
 
 def _has_guard(file: str | None) -> bool:
@@ -147,6 +185,7 @@ def _load(
     spec: str | None,
     file: str | None,
     guarded: bool,
+    hints: dict[str, bytes],
     pickled: bytes,
     large: Sequence[memoryview],
 ) -> Any:
@@ -160,7 +199,11 @@ def _load(
             main.__spec__ = ModuleSpec(spec, None)
         # The second name is that of classes of the script in processes of `multiprocessing`.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    return pickle.loads(pickled, buffers=large)
+    value = pickle.loads(pickled, buffers=large)
+    for name in hints.keys() - vars(main).keys():
+        with suppress(Exception):
+            setattr(main, name, pickle.loads(hints[name]))
+    return value
 
 
 def _make_function(*args: Any) -> FunctionType:

@@ -50,9 +50,12 @@ def put(queue):
     queue.put(Config(7))
 
 class Env(Base):
+    def typed(self, pair: Pair, array: np.ndarray, other: typing.Any) -> Config: ...
     def pickled(self):
         value = Config(3, parent=Config(4)), Pair(1, Config(2)), Point(1, 2), Colour.RED, square, Env, Config
         return pickle.loads(pickle.dumps(value)) == value
+    def hints(self):
+        return [sorted(typing.get_type_hints(each)) for each in (Env.typed, Config)]
     def pool(self, method):
         with multiprocessing.get_context(method).Pool(1) as pool:
             return pool.map(square, [2, 3]), pool.map(Config, [1])[0].size
@@ -76,7 +79,7 @@ if __name__ == "__main__":
         envs = gymnasium.vector.AsyncVectorEnv([Env], context="fork", daemon=False)
     else:
         envs = jaxvec.make(Env, 1, workers=jaxvec.Workers(start_method=sys.argv[1]))
-    for name, *args in ["pickled"], ["pool", "fork"], ["pool", "spawn"], ["process"], ["main"]:
+    for name, *args in ["pickled"], ["hints"], ["pool", "fork"], ["pool", "spawn"], ["process"], ["main"]:
         print(name, envs.call(name, *args)[0])
     config = envs.call("config")[0]
     SCALE = 10
