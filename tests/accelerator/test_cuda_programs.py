@@ -87,24 +87,6 @@ def test_no_command_buffer_captures_a_call(handler):
     assert metadata.traits == 0
 
 
-def lowered(envs, platform, transport="auto"):
-    handle, _ = jaxvec.reset(envs)
-    handle = jaxvec.Handle(handle.token, handle.spec, transport)
-
-    def program(handle, action):
-        return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=3)
-
-    action = jnp.zeros(envs.num_envs, int)
-    return jax.jit(program).trace(handle, action).lower(lowering_platforms=(platform,)).as_text()
-
-
-@needs_ffi
-def test_programs_for_cuda_have_our_call_and_no_callback(make):
-    text = lowered(make(CountingEnv, 2, backend="serial"), "cuda")
-    assert "@jaxvec_call" in text
-    assert "callback" not in text
-
-
 # --- Whole programs -------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu
@@ -160,19 +142,6 @@ def test_a_read_moves_nothing(cpu_as_cuda, make):
     for _ in range(2):
         assert read(handle).tolist() == [1] * 4
     assert cpu_as_cuda.take_calls().count("cuStreamSynchronize") == 3
-
-
-def test_devices_of_one_program_step_envs_of_their_own(cpu_as_cuda, make):
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("envs",))
-    envs = make(CountingEnv, 8, num_workers=2, transport="ffi")
-    handle, _ = jaxvec.reset(envs)
-    shard = PartitionSpec("envs")
-    handle = jax.device_put(handle, NamedSharding(mesh, shard))
-    out = (shard, PartitionSpec(None, "envs"))
-    program = jax.jit(jax.shard_map(scan, mesh=mesh, in_specs=shard, out_specs=out))
-    _, timesteps = program(handle, jax.device_put(jnp.arange(8), NamedSharding(mesh, shard)))
-    np.testing.assert_array_equal(timesteps.obs[-1, :, 3], np.arange(8))
-    np.testing.assert_array_equal(timesteps.obs[-1, :, 1], 9)
 
 
 def test_errors_of_a_program_come_typed(cpu_as_cuda, make):

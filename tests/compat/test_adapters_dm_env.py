@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from unittest import mock
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec.testing import check_env
@@ -286,9 +285,7 @@ def test_only_envs_with_physics_are_rendered():
 
 
 def python(source):
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_python("-c", source)
     return done.stdout + done.stderr
 
 

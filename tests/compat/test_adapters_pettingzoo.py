@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from functools import partial
 from unittest import mock
 
@@ -15,6 +13,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from support.pettingzoo_by_hand import assert_jitted_steps_are_those_by_hand, sample_actions, scan
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec.testing import CountingEnv, check_env
@@ -343,9 +342,7 @@ def test_text_is_padded_also_for_agents_that_are_gone(make):
 
 
 def python(source):
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_python("-c", source)
     return done.stdout + done.stderr
 
 

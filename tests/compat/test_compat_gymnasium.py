@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import threading
 from contextlib import closing, nullcontext
 from decimal import Decimal
@@ -236,38 +234,6 @@ def test_a_call_is_waited_for_in_parts(gated):
         envs.call_wait()
 
 
-def test_closing_does_not_wait_for_a_dead_worker():
-    class Mortal(CountingEnv):
-        def pid(self):
-            return os.getpid()
-
-    envs = AsyncVectorEnv([Mortal] * 2, num_workers=2)
-    envs.reset()
-    os.kill(envs.call("pid")[0], signal.SIGKILL)
-    with pytest.raises(jaxvec.WorkerDiedError, match="env 0"):
-        envs.step([0, 0])
-    envs.close()
-    assert envs.closed
-
-
-def test_a_final_observation_survives_an_env_that_reuses_its_memory(face):
-    class Reusing(CountingEnv):
-        def __init__(self):
-            super().__init__(2)
-            self._memory = np.zeros(4, np.int32)
-
-        def _observe(self, action):
-            self._memory[:] = super()._observe(action)
-            return self._memory
-
-    envs = face([Reusing] * 2, autoreset_mode="SameStep")
-    envs.reset()
-    envs.step([0, 0])
-    obs, _, _, _, info = envs.step([5, 6])
-    assert np.stack(info["final_obs"])[:, 3].tolist() == [5, 6]
-    assert obs[:, 3].tolist() == [-1, -1]
-
-
 def test_a_final_info_survives_an_env_that_reuses_its_memory(face):
     class Reusing(CountingEnv):
         def __init__(self):
@@ -299,17 +265,6 @@ def test_final_observations_survive_later_steps(face):
     finals = [obs for actions in ([5, 6], [7, 8]) for obs in envs.step(actions)[4]["final_obs"]]
     assert [final[3] for final in finals] == [5, 6, 7, 8]
     assert all(final.flags.writeable for final in finals)
-
-
-def test_a_reward_of_shape_1_is_a_number(face):
-    class Shaped(CountingEnv):
-        def step(self, action):
-            obs, reward, *rest = super().step(action)
-            return obs, np.array([reward]), *rest
-
-    envs = face([Shaped] * 2)
-    envs.reset()
-    assert envs.step([0, 0])[1].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("reward", [Fraction(1, 4), Decimal("0.25"), 2**70])
@@ -394,14 +349,6 @@ def test_what_is_no_observation_is_never_overwritten(face):
     _, reward, terminated, _, _ = envs.step([0, 0])
     envs.step([0, 0])
     assert (reward.tolist(), terminated.tolist()) == ([1, 1], [False, False])
-
-
-def test_a_hung_env_is_named_if_a_timeout_is_given(tmp_path):
-    envs = AsyncVectorEnv([partial(GatedEnv, tmp_path / "never")] * 2, timeouts=jaxvec.Timeouts(step=0.2))
-    envs.reset()
-    with pytest.raises(jaxvec.EnvTimeoutError, match="step timed out after 0.2 s. Still running: env 1 "):
-        envs.step([0, 7])
-    envs.close()
 
 
 def test_a_fault_is_gone_on_from_if_asked(face):

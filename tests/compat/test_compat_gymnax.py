@@ -223,23 +223,6 @@ def test_resetting_as_many_lanes_again_makes_the_older_state_stale(make, no_jax_
     assert stepped(new, jnp.zeros(3, int))[0][:, STEPS].tolist() == [1] * 3
 
 
-def test_a_state_is_good_for_one_step(make):
-    env = make()
-    _, state = reset(env, jax.random.split(KEY, 3))
-    step(env, state, jnp.zeros(3, int))
-    with pytest.raises(jaxvec.StaleHandleError, match="stale handle"):
-        step(env, state, jnp.zeros(3, int))
-    assert env.pools[3].get_attr("steps") == (1, 1, 1)
-
-
-def test_lanes_that_share_a_state_are_refused(make):
-    env = make()
-    _, state = env.reset(KEY)
-    with pytest.raises(jaxvec.EnvIdError, match="duplicate env_id"):
-        jax.vmap(env.step, in_axes=(None, None, 0))(KEY, state, jnp.arange(3))
-    assert env.pools[1].get_attr("steps") == (0,)
-
-
 def test_some_of_the_lanes_can_be_stepped(make):
     env = make()
     _, state = reset(env, jax.random.split(KEY, 4))

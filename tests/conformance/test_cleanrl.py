@@ -9,11 +9,10 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 from checkouts import CLEANRL
+from support.scripts import run_python
 
 pytestmark = pytest.mark.skipif(bool(CLEANRL.missing), reason=CLEANRL.missing)
 
@@ -54,18 +53,12 @@ def run(tmp_path):
         program = CLEANRL.folder / "cleanrl" / name
         start = f"import runpy, shims; runpy.run_path({str(program)!r}, run_name='__main__')"
         path = [str(tmp_path / "stand_ins"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        done = subprocess.run(
-            [
-                sys.executable,
-                *("-c", start),
-                *(f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()),
-            ],
+        done = run_python(
+            *("-c", start),
+            *(f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()),
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
             timeout=280,
-            check=False,
         )
         assert done.returncode == 0, done.stderr
         (scalars,) = (tmp_path / "runs").glob("*/scalars")

@@ -467,16 +467,6 @@ def test_ppo_refuses_options_that_do_not_fit(options, message, capsys):
     assert message in error_in(capsys.readouterr().err)
 
 
-def test_help_explains_each_option(capsys):
-    with pytest.raises(SystemExit) as caught:
-        ppo.main(["--help"])
-    assert caught.value.code == 0
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    options = [each.partition("(default")[0].split() for each in text.split(" --") if "(default" in each]
-    assert {"env", "resume", "evaluate", "lr", "no-mask-info"} < {option[0] for option in options}
-    assert [option[0] for option in options if len(option) < 4] == []  # name, type and at least two words
-
-
 def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
     rng = np.random.default_rng(0)
     shape = 6, 2

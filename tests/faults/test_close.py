@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import psutil
 import pytest
 from support import disasters, probe
@@ -158,17 +157,6 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
         closing.close()
 
 
-def test_a_pool_dropped_without_close_ends_its_workers(way):
-    envs = disasters.make(CountingEnv, 2, dispatch=way.dispatch, batch_size=1 if way.first_ready else None)
-    handle, _ = jaxvec.reset(envs)
-    before = probe.processes(envs)
-    assert len(before) == 2
-    del envs
-    assert psutil.wait_procs(before, timeout=200)[1] == []
-    with pytest.raises(jaxvec.PoolClosedError, match="garbage collected"):
-        jaxvec.step(handle, jnp.zeros(2, int))
-
-
 def test_close_during_a_step_ends_it(drive):
     driver = drive(SleepingEnv, step_timeout=None)
     driver.reset()
@@ -205,18 +193,6 @@ def test_close_while_steps_go_on_ends_them(drive):
     driver.close()
     with pytest.raises(jaxvec.PoolClosedError):
         steps.result()
-    assert_closes(driver)
-
-
-@pytest.mark.slow
-@in_two_ways
-def test_an_env_that_does_not_close_is_ended_by_force(drive):
-    class Env(CountingEnv):
-        def close(self):
-            signal.pause()
-
-    driver = drive(Env)
-    driver.reset()
     assert_closes(driver)
 
 
@@ -311,18 +287,6 @@ def test_envs_may_take_any_time_to_close(make, caplog, tmp_path, time_flies, fac
     closing.result()
     assert closed(tmp_path) == ["closed 0", "closed 1", "closed 2"]
     assert not caplog.records
-
-
-def test_an_env_that_fails_in_close_is_logged(drive, caplog):
-    class Env(CountingEnv):
-        def close(self):
-            raise ValueError("won't")
-
-    driver = drive(Env)
-    driver.reset()
-    assert_closes(driver)
-    for env_id in (0, 2):  # the first of each worker
-        assert f"env {env_id} (worker {env_id // 2}) raised ValueError in close: won't" in caplog.text
 
 
 def test_close_names_the_env_that_fails(make, backend, caplog):

@@ -6,8 +6,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import psutil
 import pytest
 from support.disasters import PATIENCE, WAYS, Driver, failing, wait_until
 from support.probe import fork
-from support.scripts import STEPPING, end, gone, read_pids, run_script, shared_names, workers
+from support.scripts import STEPPING, end, gone, read_pids, run_python, run_script, shared_names, workers
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -267,9 +265,7 @@ def run_limited(dispatch, limit, value, size=4, envs=2, kept=True):
         dispatch=dispatch, limit=limit, value=value, size=size, envs=envs, kept=kept, patience=PATIENCE
     )
     shm = shared_names()
-    script = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=500, check=False
-    )
+    script = run_python("-c", source, timeout=500)
     assert script.returncode == 0, script.stderr
     error, left, again = script.stdout.splitlines()
     assert left == "0 0 0", script.stdout

@@ -22,7 +22,7 @@ from support import probe
 from support.disasters import PATIENCE, Background, wait_until
 from support.probe import budget as budgets
 from support.probe import fork, pool_of
-from support.scripts import gone
+from support.scripts import gone, run_python
 from test_restarts import (  # noqa: F401
     FAULTS,
     FREE,
@@ -453,9 +453,7 @@ envs.close()
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_too_few_descriptors_for_a_replacement_are_a_typed_error(method):
-    done = subprocess.run(
-        [sys.executable, "-c", FEW, method], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_python("-c", FEW, method)
     assert done.returncode == 0, done.stderr
     error, cause = done.stdout.splitlines()
     assert re.match(r"worker 1 \(env 1\) could not be started: .*Too many open files", error)

@@ -10,7 +10,6 @@ from contextlib import suppress
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 import pytest
 from support import probe
 from support.disasters import wait_until_dead
@@ -130,133 +129,6 @@ def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, dispat
     assert envs.stats().total.restarts == 1
     assert envs.stats().total.steps == 6 * 4 - hit.sum()
     assert pool_of(envs).state.broken_by is None
-
-
-@pytest.mark.parametrize("fault", ["exception", "SIGKILL", "hang"])
-def test_a_first_ready_pool_goes_on(make, dispatch, face, fault):
-    timeout = 1.0 if fault == "hang" else 30
-    envs = start(
-        make,
-        face,
-        lambda: FragileEnv(FAULTS[fault]),
-        4,
-        num_workers=2,
-        batch_size=2,
-        recv_order="sent",
-        dispatch=dispatch,
-        step_timeout=timeout,
-    )
-
-    def turns(reset, send, recv, where):
-        """Twenty turns; the tenth does harm to the first env that it has."""
-        state, timestep = reset()
-        seen = [timestep]
-        for turn in range(20):
-            ids = timestep.info["env_id"]
-            state = send(state, where(turn == 10, HARM, 1) * (ids == ids[0]), ids)
-            state, timestep = recv(state)
-            seen.append(timestep)
-        return seen
-
-    if face == "python":
-        seen = turns(
-            lambda: (None, envs.reset(seed=0)),
-            lambda _, action, ids: envs.send(action, ids),
-            lambda _: (None, envs.recv()),
-            np.where,
-        )
-    else:
-        seen = jax.jit(
-            lambda: turns(lambda: jaxvec.reset(envs, seed=0), jaxvec.send, jaxvec.recv, jnp.where)
-        )()
-    faults = sum(np.asarray(timestep.info["fault"], int) for timestep in seen).sum()
-    assert faults == (1 if fault == "exception" else 2)  # the worker's two envs lose their episode
-    assert all((np.asarray(t.info["fault"]) == np.asarray(t.truncated)).all() for t in seen)
-    # The last two that were sent may not be done.
-    assert 19 * 2 - faults <= envs.stats().total.steps <= 20 * 2 - faults
-    assert pool_of(envs).state.broken_by is None
-
-
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
-@pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
-def test_fault_result_keeps_the_last_obs_in_other_autoreset_modes(make, dispatch, mode, fault):
-    envs = make(
-        lambda: FragileEnv(FAULTS[fault]),
-        2,
-        num_workers=2,
-        on_fault=FREE,
-        autoreset_mode=mode,
-        dispatch=dispatch,
-    )
-    envs.reset(seed=0)
-    before = envs.step([1, 1])
-    cut = envs.step([HARM, 2])
-    assert cut.info["fault"].tolist() == cut.truncated.tolist() == [True, False]
-    np.testing.assert_array_equal(cut.obs[0], before.obs[0])
-    if mode == "DISABLED":
-        with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0\]"):
-            envs.step([1, 1])
-        envs.reset(mask=cut.truncated)
-        after = envs.step([3, 3])
-        assert after.obs[0, 2:].tolist() == [1, 3]
-    else:
-        after = envs.step([3, 3])  # resets env 0
-        assert after.obs[0, 2:].tolist() == [0, -1]
-    assert not after.info["fault"].any()
-    assert not after.truncated.any()
-    assert after.obs[1].tolist() == [1, 3, 3, 3]
-
-
-def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, dispatch):
-    """Under next-step autoreset: the step that meets with the death was to be the reset."""
-    envs = make(
-        lambda: FragileEnv(kill, episode_length=2),
-        2,
-        num_workers=1,
-        on_fault=FREE,
-        autoreset_mode="NEXT_STEP",
-        dispatch=dispatch,
-    )
-    envs.reset(seed=0)
-    envs.step([1, 1])
-    assert envs.step([1, 1]).terminated.all()
-    os.kill(envs.call("pid")[0], signal.SIGKILL)
-    timestep = envs.step([1, 1])
-    assert not timestep.info["fault"].any()
-    assert not timestep.truncated.any()
-    assert timestep.obs[:, 2].tolist() == [0, 0]
-
-
-def test_a_worker_killed_while_idle_is_replaced_by_the_next_step(make, dispatch, face):
-    envs = start(make, face, lambda: FragileEnv(throw), 2, num_workers=2, dispatch=dispatch)
-    envs.reset(seed=0)
-    first, second = envs.call("pid")
-    psutil.Process(first).kill()
-    timestep = envs.step([1, 1])
-    assert timestep.info["fault"].tolist() == [True, False]
-    now = envs.call("pid")
-    assert now[0] != first
-    assert now[1] == second
-    np.testing.assert_array_equal(rollout(envs, face, np.ones((3, 2), int)).info["fault"], False)
-
-
-def test_a_reset_after_a_replacement_has_no_final_observation(make):
-    """The worker that is gone had left one in the row."""
-    envs = make(lambda: CountingEnv(1), 2, num_workers=1, on_fault="restart")
-    envs.reset()
-    assert envs.step(np.zeros(2, int)).info["_final_obs"].all()
-    os.kill(probe.processes(envs)[0].pid, signal.SIGKILL)
-    timestep = envs.reset()
-    assert not timestep.info["_final_obs"].any()
-    assert not timestep.info["final_obs"].any()
-
-
-def test_envs_of_a_replacement_are_reset_once(make):
-    envs = make(CountingEnv, 2, num_workers=2, on_fault="restart")
-    envs.reset()
-    psutil.Process(probe.processes(envs)[0].pid).kill()
-    envs.reset()
-    assert envs.get_attr("resets") == (1, 2)
 
 
 def test_a_call_meets_a_death_while_another_worker_starts(make):
@@ -421,16 +293,6 @@ def test_a_constructor_that_fails_in_a_rebuild_names_its_env(make, left):
     ) as caught:
         envs.step([1, 1, 1, HARM])
     assert caught.value.env_id == 3
-
-
-def test_rebuild_makes_a_new_env_of_one_that_raised(make):
-    envs = make(lambda: FragileEnv(throw), 2, num_workers=1, on_fault=REBUILD)
-    envs.reset(seed=0)
-    envs.step([1, 1])
-    pids = envs.call("pid")
-    timestep = envs.step([HARM, 1])
-    assert timestep.obs[:, :2].tolist() == [[1, 0], [1, 2]]
-    assert envs.call("pid") == pids
 
 
 def test_wrong_data_is_a_fault_of_its_env_alone(make, backend):

@@ -305,15 +305,6 @@ def test_wrong_indices_are_named_as_such(shared, ask, indices, message):
         ask(shared, indices)
 
 
-def test_a_failed_call_leaves_the_pool_usable(make, backend):
-    envs = make(CountingEnv, 2, backend=backend)
-    envs.reset()
-    with pytest.raises(jaxvec.EnvError, match=r"no env attribute 'no_such_thing' \(env 0"):
-        envs.call("no_such_thing")
-    envs.step(np.zeros(2, int))
-    assert envs.get_attr("steps") == (1, 1)
-
-
 def test_an_answer_that_does_not_travel_leaves_the_pool_usable(make):
     class Env(CountingEnv):
         def lock(self):

@@ -38,29 +38,6 @@ def assert_as_in_gymnasium(make, env, *, num_envs=3, num_steps=100, ends=0):
     return envs
 
 
-@pytest.mark.slow(but=2)
-@pytest.mark.parametrize(
-    ("name", "ends"),
-    [
-        ("Acrobot-v1", 0),
-        ("CartPole-v1", 9),
-        ("MountainCar-v0", 0),
-        ("MountainCarContinuous-v0", 0),
-        ("Pendulum-v1", 0),
-    ],
-)
-def test_classic_control(make, name, ends):
-    assert_as_in_gymnasium(make, name, ends=ends)
-
-
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize(
-    ("name", "ends"), [("Blackjack-v1", 90), ("CliffWalking-v1", 0), ("FrozenLake-v1", 9), ("Taxi-v4", 0)]
-)
-def test_toy_text(make, name, ends):
-    assert_as_in_gymnasium(make, name, ends=ends)
-
-
 @pytest.mark.parametrize(
     ("name", "ends"), [("HalfCheetah-v5", 0), ("Hopper-v5", 6), ("Humanoid-v5", 3), ("Ant-v5", 0)]
 )
@@ -150,22 +127,6 @@ def test_pettingzoo_mpe(make, name, continuous):
 
     terminated, truncated, _ = assert_jitted_steps_are_those_by_hand(make, env, num_envs=3, num_steps=25)
     assert (terminated, truncated) == (0, 6)
-
-
-def test_pettingzoo_butterfly(make):
-    """Knights and archers, until zombies come through."""
-    needs("pettingzoo", "pettingzoo")
-    needs("pygame", "families")
-    from support.pettingzoo_by_hand import assert_jitted_steps_are_those_by_hand
-
-    def env():
-        from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
-
-        return knights_archers_zombies.parallel_env(max_cycles=300)
-
-    terminated, _, lost = assert_jitted_steps_are_those_by_hand(make, env, num_envs=2, num_steps=400)
-    assert terminated >= 1
-    assert lost >= 4
 
 
 def test_old_gym(make):

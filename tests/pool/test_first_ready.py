@@ -243,31 +243,6 @@ def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, dispatch, tr
     assert envs.stats().total.restarts == faults
 
 
-def test_the_host_has_the_same_verbs_from_any_thread(make, how):
-    """An actor thread sends and receives, as EnvPool's users do."""
-    envs = make(CountingEnv, 6, batch_size=3, **how)
-    steps = Counter()
-    errors = []
-
-    def act():
-        try:
-            timestep = envs.reset(seed=0)
-            for _ in range(50):
-                env_id = timestep.info["env_id"]
-                steps.update(env_id.tolist())
-                envs.send(timestep.obs[:, 1], env_id)
-                timestep = envs.recv()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=act)
-    thread.start()
-    thread.join(PATIENCE)
-    assert not errors
-    assert envs.reset().obs.shape == (3, 4)
-    assert envs.get_attr("steps") == tuple(steps[i] for i in range(6))
-
-
 def test_one_thread_sends_while_another_receives(make, tmp_path):
     envs = make(lambda: GatedEnv(tmp_path / "open"), 2, num_workers=2, batch_size=1)
     envs.reset()
@@ -515,14 +490,3 @@ def test_arguments_that_can_not_be_are_refused(make, transport):
         make(CountingEnv, 4, batch_size=2, recv_order="first")
     with pytest.raises(ValueError, match="reset themselves"):
         make(CountingEnv, 4, batch_size=2, autoreset_mode="DISABLED")
-
-
-def test_a_reset_drops_what_is_in_flight(make, how):
-    envs = make(CountingEnv, 4, batch_size=2, **how)
-    for resets in range(1, 5):
-        timestep = envs.reset(seed=resets)
-        rest = envs.recv()
-        np.testing.assert_array_equal(timestep.obs[:, 0], resets)
-        np.testing.assert_array_equal(rest.obs[:, 0], resets)
-        envs.send(np.zeros(3, int), [0, 2, 3])
-    assert envs.get_attr("steps") == (4, 0, 4, 4)

@@ -110,14 +110,6 @@ def test_envs_share_an_argument_until_they_write_to_it(make, start_method, way):
     assert envs.step([5] * 6).obs[:, 0].tolist() == [5, 5, 5, -1, 5, 5]
 
 
-def test_envs_share_a_read_only_argument(make):
-    envs = make(Looking, 6, table=table(writeable=False), num_workers=2)
-    envs.reset()
-    assert envs.step([1, 2, 3, 4, 5, 6]).obs[:, 0].tolist() == [1, 2, 3, 4, 5, 6]
-    assert envs.map(lambda env: env.unwrapped.table.flags.writeable) == (False,) * 6
-    assert max(own_memory(envs)) < SIZE / 2
-
-
 class Several(Looking):
     def __init__(self, **arrays):
         self.arrays = arrays

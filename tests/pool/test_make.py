@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -22,19 +21,14 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 from support.probe import Interpreter, PoolConfig
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
 
 
 def run_quietly(source):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_python("-c", textwrap.dedent(source))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -138,15 +132,7 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
         "from jaxvec.testing import CountingEnv as Base\nANSWER = 42\n"
     )
     root = os.path.dirname(os.path.dirname(jaxvec.__file__))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
-        check=False,
-    )
+    done = run_python(str(script), cwd=tmp_path, env={**os.environ, "PYTHONPATH": root})
     assert (done.stdout, done.stderr) == ("main runs\n(42, 42) [3 4]\n", "")
 
 
@@ -186,9 +172,7 @@ def test_envs_of_the_script_in_a_multiprocessing_child(tmp_path, method):
             """
         )
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_python(str(script))
     assert (done.stdout, done.stderr) == ("([3, 4], True)\n", "")
 
 
@@ -249,13 +233,7 @@ def test_workers_use_the_gymnasium_that_their_parent_uses(tmp_path):
         assert envs.call("where") == (gymnasium.__file__,)
         print(gymnasium.__file__)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_python("-c", textwrap.dedent(source), str(tmp_path))
     assert (done.stdout, done.stderr) == (f"{tmp_path / 'gymnasium' / '__init__.py'}\n", "")
 
 
@@ -422,22 +400,13 @@ def test_it_says_of_itself_what_gymnasium_would(make):
     oracle.close()
 
 
-def test_attributes_calls_and_raw_infos(make, backend):
-    envs = make(lambda index: SizedEnv(flavour=index), 3, backend=backend)
+def test_raw_infos(make, backend):
+    envs = make(CountingEnv, 3, backend=backend)
     envs.reset(seed=5, options={"level": 2})
     assert envs.infos() == tuple({"seed": 5 + i, "options": {"level": 2}} for i in range(3))
-    envs.set_attr("flavour", ["a", "b", "c"])
-    assert envs.get_attr("flavour") == ("a", "b", "c")
-    envs.set_attr("flavour", "d")
-    assert envs.get_attr("flavour") == ("d", "d", "d")
-    assert envs.call("_observe", 1)[2].shape == (4,)
-    with pytest.raises(ValueError, match="got 2 values for 3 envs"):
-        envs.set_attr("flavour", ["a", "b"])
     envs.step(np.zeros(3, int))
     assert envs.infos() == ({"steps": 1},) * 3
     assert envs.infos([2, 0]) == ({"steps": 1},) * 2
-    with pytest.raises(jaxvec.EnvIdError):
-        envs.infos([3])
 
 
 @pytest.mark.parametrize("per_instance", [None, 2])
@@ -476,11 +445,6 @@ def test_counts_may_be_numbers_of_numpy(make):
         make(CountingEnv, np.bool_(True))
 
 
-def test_it_cannot_be_pickled(make):
-    with pytest.raises(TypeError, match="can't be pickled"):
-        __import__("pickle").dumps(make(CountingEnv, 1))
-
-
 def test_seeds_reach_the_envs(make, backend):
     envs = make(CountingEnv, 3, backend=backend)
 
@@ -501,14 +465,19 @@ def test_seeds_reach_the_envs(make, backend):
     assert seeds() == [7, 8, 9]
     jax.block_until_ready(jax.jit(lambda s: jaxvec.reset(envs, seed=s))(np.array([4, 1, 9])))
     assert seeds() == [4, 1, 9]
+    jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs, seed=[9, 0, 2**31 - 1]))())
+    assert seeds() == [9, 0, 2**31 - 1]
 
-    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+    of_keys = []
+    for key in (jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(4)):
         jaxvec.reset(envs, seed=key)
         eager = seeds()
         jax.block_until_ready(jax.jit(lambda key: jaxvec.reset(envs, seed=key))(key))
         assert seeds() == eager
-        assert len(set(eager)) == 3
         assert all(0 <= seed < 2**31 for seed in eager)
+        of_keys.append(eager)
+    assert of_keys[0] == of_keys[1]
+    assert len({*of_keys[0], *of_keys[2]}) == 6
 
 
 @pytest.mark.parametrize(
@@ -533,14 +502,6 @@ def test_bad_seeds_and_masks_reset_nothing(make, kwargs, text):
     assert envs.get_attr("resets") == (0, 0, 0)
 
 
-@pytest.mark.parametrize("seed", [-1, -5])
-def test_a_negative_traced_seed_is_refused_when_the_program_runs(make, seed):
-    envs = make(CountingEnv, 3)
-    with pytest.raises(RuntimeError, match=f"ValueError: seed {seed} of env 0 is out of range"):
-        jax.block_until_ready(jax.jit(lambda seed: jaxvec.reset(envs, seed=seed))(seed))
-    assert envs.get_attr("resets") == (0, 0, 0)
-
-
 def test_a_partial_reset_changes_only_its_rows(make, backend):
     envs = make(CountingEnv, 3, backend=backend)
     with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0, 1, 2\] have not been reset"):
@@ -555,13 +516,6 @@ def test_a_partial_reset_changes_only_its_rows(make, backend):
     assert envs.reset(mask=np.zeros(3, bool)).obs.tolist() == partial.obs.tolist()
     envs.reset(mask=np.ones(3, bool))
     assert [info["options"] for info in envs.infos()] == [None] * 3
-
-
-def test_options_in_a_program(make):
-    envs = make(CountingEnv, 2)
-    handle, _ = jax.jit(lambda: jaxvec.reset(envs, seed=0, options={"level": "hard"}))()
-    jax.block_until_ready(handle)
-    assert [info["options"] for info in envs.infos()] == [{"level": "hard"}] * 2
 
 
 class RewardEnv(CountingEnv):
@@ -670,19 +624,6 @@ def test_a_shared_reward_of_agents_is_declared(make):
     assert envs.step((np.ones(2, int), np.ones(2, int))).reward.tolist() == [2, 2]
 
 
-def test_a_reward_space_that_is_no_space_is_ignored(make, backend):
-    class Proxy(CountingEnv):
-        """Forwards unknown attributes to a server, say, so that each name is a function."""
-
-        def __getattr__(self, name):
-            return lambda *args: name
-
-    envs = make(Proxy, 2, backend=backend)
-    envs.reset()
-    assert envs.step([0, 0]).reward.tolist() == [1, 1]
-    assert envs.call("answer") == ("answer", "answer")
-
-
 def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
     source = """
     import jax, jaxvec, numpy as np
@@ -704,23 +645,6 @@ def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
         raise AssertionError
     """
     run_quietly(source)
-
-
-def test_integers_beyond_32_bits_are_an_error_and_not_another_number(make, backend):
-    class Wide(CountingEnv):
-        def __init__(self):
-            super().__init__()
-            self.observation_space = spaces.Box(-(2**60), 2**60, (2,), np.int64)
-
-        def _observe(self, action):
-            return np.array([1, 2**40 if action == 7 else 2])
-
-    envs = make(Wide, 2, backend=backend)
-    assert envs.reset().obs.tolist() == [[1, 2]] * 2
-    with pytest.raises(
-        jaxvec.EnvDataError, match="obs: .*1099511627776.* doesn't fit into int32.* set jax_enable_x64"
-    ):
-        envs.step(np.full(2, 7))
 
 
 def test_public_names_are_there_and_load_jax_lazily():
@@ -784,9 +708,6 @@ def test_some_envs_are_called(make, backend):
     assert envs.get_attr("index") == (8, 7, 2)
     envs.set_attr("size", 5, indices=[2])
     assert envs.call("get_wrapper_attr", "size") == (4, 4, 5)
-    for wrong in ([0, 0], [3], [0.5]):
-        with pytest.raises(jaxvec.EnvIdError):
-            envs.call("index", indices=wrong)
     with pytest.raises(ValueError, match="got 1 values for 2 envs"):
         envs.set_attr("index", [1], indices=[0, 1])
 
@@ -797,8 +718,6 @@ def test_frames_of_one_shape_are_one_array(make, backend):
     assert frames[:, 0, 0, 0].tolist() == [0, 1, 2]
     some = make(Painter, 3, backend=backend)
     np.testing.assert_array_equal(some.render(indices=[2, 0]), frames[[2, 0]])
-    with pytest.raises(jaxvec.EnvIdError, match="3"):
-        some.render(indices=[3])
     frames = make(Painter, 3, backend=backend, sizes=(4, 5, 6)).render()
     assert [frame.shape for frame in frames] == [(4, 2, 3), (5, 2, 3), (6, 2, 3)]
 
@@ -830,18 +749,6 @@ def test_a_call_goes_on_in_the_background(make, tmp_path):
     assert answer.result(timeout=200) == ("after 0", "after 0")
     with pytest.raises(jaxvec.EnvError, match="nothing_such"):
         envs.call_async("nothing_such").result(timeout=200)
-
-
-def test_a_pool_is_closed_during_a_call_in_the_background(make):
-    class Hanging(CountingEnv):
-        def hang(self):
-            threading.Event().wait()
-
-    envs = make(Hanging, 2)
-    answer = envs.call_async("hang")
-    envs.close()
-    with pytest.raises(jaxvec.PoolClosedError):
-        answer.result(timeout=200)
 
 
 class Simulator:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.disasters import PATIENCE
+from support.scripts import run_python
 
 HEAD = """
 from __future__ import annotations
@@ -89,9 +87,7 @@ if __name__ == "__main__":
 
 
 def run(*command):
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = run_python(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.disasters import PATIENCE, WAYS, Background, _step, in_two_ways, throw
+from support.disasters import PATIENCE, WAYS, Background, _step, throw
 from support.scripts import end, gone, read_pids, run_script
 
 import jaxvec
@@ -159,19 +159,6 @@ def test_two_pools_at_once_do_not_know_of_each_other(drive):
     assert second.step(5)[:, 3].tolist() == [5] * 4
     first.close()
     assert second.step(6)[:, 3].tolist() == [6] * 4
-
-
-@in_two_ways
-def test_pools_in_an_executor_run_at_once(drive):
-    def run(number):
-        driver = drive(CountingEnv)
-        driver.reset()
-        obs = driver.step(number, times=20)
-        driver.close()
-        return obs[:, 3].tolist()
-
-    with ThreadPoolExecutor(4) as executor:
-        assert list(executor.map(run, range(8))) == [[number] * 4 for number in range(8)]
 
 
 def test_an_error_in_one_thread_reaches_the_others(make):

@@ -133,14 +133,6 @@ def test_a_reset_with_another_seed_makes_resets_in_advance_void(make, tmp_path):
     assert runs[0] == runs[1]
 
 
-def test_without_spare_envs_nothing_changes(make):
-    runs = [
-        rollout(make(SlowEnv, 2, episode_length=4, **more), np.ones((9, 2), int))
-        for more in ({}, {"spare_envs": 0})
-    ]
-    np.testing.assert_array_equal(*(obs for obs, _ in runs))
-
-
 def test_failed_reset_in_advance_is_an_error_of_the_env_that_uses_it(make):
     class Env(CountingEnv):
         def __init__(self):

@@ -18,7 +18,7 @@ from support import probe
 from support.disasters import wait_until
 from support.probe import fork as _fork
 from support.probe import fork_servers
-from support.scripts import gone
+from support.scripts import gone, run_python
 from test_start_methods import FREE, AskedEnv, ask, methods, server
 
 import jaxvec
@@ -299,13 +299,7 @@ def test_a_fork_of_the_program_has_servers_and_lifelines_of_its_own():
         assert envs.step([2, 2])[0][:, 3].tolist() == [2, 2]
         envs.close()
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_python("-W", "error", "-c", textwrap.dedent(source))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -6,8 +6,6 @@ import dataclasses
 import time
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -15,22 +13,6 @@ from support.probe import WorkerStats
 
 import jaxvec
 from jaxvec.testing import CountingEnv
-
-
-@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-def test_steps_episodes_and_resets_are_counted(make, backend, mode):
-    more = {} if backend == "serial" else {"num_workers": 2}
-    envs = make(CountingEnv, 3, backend=backend, episode_length=4, autoreset_mode=mode, **more)
-    assert envs.stats().total == WorkerStats()
-    handle, _ = jaxvec.reset(envs)
-    turns = 10 if mode == "NEXT_STEP" else 8  # which need one more step an episode
-    scan = jax.jit(lambda h: jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.zeros(3, int)), h, length=turns))
-    jax.block_until_ready(scan(handle))
-    total = envs.stats().total
-    assert (total.steps, total.episodes, total.resets) == (8 * 3, 2 * 3, 3 * 3)
-    assert (total.faults, total.restarts) == (0, 0)
-    assert total.step_time > 0
-    assert total.reset_time > 0
 
 
 def test_the_total_is_the_sum_of_the_workers(make):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium import spaces
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -226,36 +225,6 @@ def test_the_gradient_of_a_loss_over_a_rollout_steps_once_per_step(envs, constan
     np.testing.assert_allclose(gradient, weights - 3 * 21 / 4, rtol=1e-5)
 
 
-class ContinuousEnv(CountingEnv):
-    """Rewards with its action, a float."""
-
-    def __init__(self):
-        super().__init__()
-        self.action_space = spaces.Box(-9, 9, (2,), np.float32)
-
-    def step(self, action):
-        obs, _, *rest = super().step(0)
-        return obs, float(action.sum()), *rest
-
-
-def test_gradient_through_an_env_is_zero_and_loses_no_step(make):
-    envs = make(ContinuousEnv, 2, backend="serial")
-
-    def loss(x, handle):
-        handle, timesteps = scan(handle, 5, jnp.broadcast_to(x, (2, 2)))
-        return timesteps.reward.sum() * x, handle
-
-    handle, _ = jaxvec.reset(envs)
-    with pool_moves(envs, steps=5):
-        (value, handle), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(3.0, handle)
-    assert (value, gradient) == (5 * 4 * 3 * 3, 5 * 4 * 3)  # rewards count as constants
-    with pool_moves(envs, steps=1):
-        _, tangent = jax.jvp(
-            lambda x: jaxvec.step(handle, x)[1].reward, [jnp.ones((2, 2))], [jnp.ones((2, 2))]
-        )
-    np.testing.assert_array_equal(tangent, 0)
-
-
 def test_two_pools_interleaved_in_one_program(envs, make):
     other = make(CountingEnv, 2, backend="serial")
 
@@ -342,27 +311,6 @@ def test_an_empty_mask_resets_nothing_and_still_moves_the_handle(envs):
         jaxvec.step(newer, ONES)
 
 
-SEEDS = {
-    "int": (5, [5, 6, 7]),
-    "one for each": ([9, 0, 2**31 - 1], [9, 0, 2**31 - 1]),
-    "none": (None, [-1, -1, -1]),
-    "array": (np.array([3, 1, 2]), [3, 1, 2]),
-}
-
-
-@pytest.mark.parametrize("name", SEEDS)
-def test_seeds_reach_the_envs_alike_eagerly_and_in_programs(make, name):
-    envs = make(CountingEnv, 3, backend="serial", info={"seed": int})
-    seed, expected = SEEDS[name]
-    programs = [lambda: jaxvec.reset(envs, seed=seed), jax.jit(lambda: jaxvec.reset(envs, seed=seed))]
-    if seed is not None:
-        programs.append(lambda: jax.jit(lambda s: jaxvec.reset(envs, seed=s))(jnp.asarray(seed)))
-    for program in programs:
-        _, timestep = program()
-        np.testing.assert_array_equal(timestep.info["seed"], expected)
-        np.testing.assert_array_equal(timestep.info["_seed"], True)
-
-
 @pytest.mark.parametrize(
     "seed", [np.uint8(255), np.int8(126), np.int32(2**31 - 2), np.uint32(2**32 - 1)], ids=repr
 )
@@ -371,19 +319,6 @@ def test_seeds_count_up_beyond_the_dtype_of_the_first(make, seed):
     for reset in (jaxvec.reset, jax.jit(lambda envs, seed: jaxvec.reset(envs, seed=seed), static_argnums=0)):
         jax.block_until_ready(reset(envs, seed=jnp.asarray(seed)))
         assert [info["seed"] for info in envs.infos()] == [int(seed) + i for i in range(3)]
-
-
-def test_a_key_gives_each_env_a_seed_of_its_own(make):
-    envs = make(CountingEnv, 3, backend="serial", info={"seed": int})
-    seeds = []
-    for key in (jax.random.key(1), jax.random.PRNGKey(1), jax.random.key(2)):
-        eager = jaxvec.reset(envs, seed=key)[1].info["seed"]
-        traced = jax.jit(lambda k: jaxvec.reset(envs, seed=k)[1].info["seed"])(key)
-        np.testing.assert_array_equal(eager, traced)
-        seeds.append(eager.tolist())
-    assert seeds[0] == seeds[1]
-    assert len({*seeds[0], *seeds[2]}) == 6
-    assert min(seeds[0] + seeds[2]) >= 0
 
 
 def test_options_reach_the_envs(make, backend):

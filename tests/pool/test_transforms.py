@@ -1,4 +1,4 @@
-"""JAX's transformations of the verbs: each cell of the table in docs/contract.md has a test here."""
+"""JAX's transformations of the verbs: the table in docs/contract.md, whose last row is in test_steps.py."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.disasters import PATIENCE
 from support.probe import _call, _ffi, _io_callback, _primitive
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -636,36 +637,6 @@ def test_the_host_computations_of_another_program_are_refused(make, transport, p
         traced.lower(lowering_platforms=(platform,))
 
 
-def test_a_second_pool_of_the_same_specification_compiles_nothing(make, transport):
-    pools = [make(CountingEnv, 2, transport=transport) for _ in range(3)]
-    program = jax.jit(chex.assert_max_traces(rollout, n=1))
-    for envs in pools:
-        _, timestep = program(jaxvec.reset(envs)[0], jnp.zeros(2, int))
-        np.testing.assert_array_equal(timestep.obs[-1, :, 1], 5)
-    assert program._cache_size() == 1
-    chex.clear_trace_counter()
-
-
-def test_a_handle_can_be_donated(envs):
-    handle, _ = jaxvec.reset(envs)
-    program = jax.jit(rollout, donate_argnums=0)
-    for _ in range(3):
-        handle, _ = program(handle, ACTION)
-    assert envs.get_attr("steps") == (15,) * 8
-
-
-def test_shapes_and_compilation_step_nothing(envs):
-    handle, _ = jaxvec.reset(envs)
-    shapes = jax.eval_shape(rollout, handle, ACTION)
-    assert shapes[1].obs.shape == (5, 8, 4)
-    assert isinstance(shapes[0], jaxvec.Handle)
-    compiled = jax.jit(rollout).lower(handle, ACTION).compile()
-    jax.make_jaxpr(rollout)(handle, ACTION)
-    assert envs.get_attr("steps") == (0,) * 8
-    compiled(handle, ACTION)
-    assert envs.get_attr("steps") == (5,) * 8
-
-
 CACHED = """
 import sys, jax, jax.numpy as jnp, jaxvec, logging
 from jaxvec.testing import CountingEnv
@@ -685,13 +656,7 @@ with jaxvec.make(CountingEnv, 2) as envs:
 def test_the_persistent_compilation_cache_works_across_program_runs(tmp_path, dispatch):
     """Up to jax 0.10 JAX itself keeps programs with host callbacks out of it; they work all the same."""
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", CACHED, str(tmp_path), dispatch],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        done = run_python("-c", CACHED, str(tmp_path), dispatch)
         assert done.stdout == "[[1, 7, 7, 0], [1, 7, 7, 0]] (7, 7)\n", done.stderr
         if dispatch == "synchronous":  # without a host callback
             assert len([*tmp_path.glob("jit__lambda-*-cache")]) == 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from functools import partial
@@ -20,6 +18,7 @@ from gymnasium import spaces
 from support import disasters, probe
 from support.probe import Engine, Verb, _call, _ffi, _io_callback, _native, _primitive, choice, pool_of
 from support.probe import pool_module as pool
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -98,9 +97,7 @@ REFUSED = pytest.param(
 @needs_ffi
 def test_the_native_library_may_be_loaded_before_jax():
     source = "from jaxvec import _native; _native.load(); import jax.numpy as jnp; print(jnp.ones(1) + 1)"
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_python("-c", source)
     assert (done.stdout, done.stderr) == ("[2.]\n", "")
 
 
@@ -383,31 +380,6 @@ def test_close_ends_a_program_in_another_thread(make):
     thread.join(disasters.PATIENCE)
     assert not thread.is_alive()
     assert "PoolClosedError" in str(errors[0])
-
-
-def test_threads_step_their_own_pools_and_share_one_by_its_handle(make):
-    pools = [make(CountingEnv, 2) for _ in range(3)]
-    program = jax.jit(lambda h: scan(h, 500, jnp.zeros(2, int)))
-    handles = [jaxvec.reset(envs)[0] for envs in pools]
-    handles.append(handles[0])
-    outcomes = [None] * len(handles)
-
-    def run(i):
-        try:
-            outcomes[i] = jax.block_until_ready(program(handles[i]))[1].obs[-1, 0, 1]
-        except RuntimeError as error:
-            outcomes[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(handles))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(disasters.PATIENCE)
-    assert [outcomes[1], outcomes[2]] == [500, 500]
-    # Of the two that hold pool 0's handle one is the first, and the other's is stale.
-    one, other = sorted((outcomes[0], outcomes[3]), key=lambda outcome: isinstance(outcome, RuntimeError))
-    assert one == 500
-    assert "stale handle" in str(other)
 
 
 # --- Results that nobody reads ----------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from support.disasters import PATIENCE, Way
@@ -75,6 +76,12 @@ def run_script(
     return subprocess.Popen(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )
+
+
+def run_python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program to its end; `options` are of `subprocess.run`."""
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE, "check": False} | options
+    return subprocess.run([sys.executable, *map(str, words)], **options)
 
 
 def read_pids(script: subprocess.Popen[str]) -> list[int]:

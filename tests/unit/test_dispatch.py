@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import disasters, probe
+from support.scripts import run_python
 from support.segments import KINDS, board
 
 import jaxvec
@@ -155,9 +156,7 @@ def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
 
 
 def test_doctor_says_what_is_active():
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxvec", "doctor"], capture_output=True, text=True, timeout=200, check=True
-    )
+    done = run_python("-m", "jaxvec", "doctor", check=True)
     found = dict(
         line.split(maxsplit=1)
         for line in done.stdout.splitlines()
@@ -181,9 +180,7 @@ def slice_of_thread():
 def slice_of_child():
     """Returns the same of a process that this one starts."""
     command = f"import ctypes, platform\n{inspect.getsource(slice_of_thread)}print(slice_of_thread())"
-    done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python("-c", command, timeout=60, check=True)
     return int(done.stdout)
 
 

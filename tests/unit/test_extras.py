@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 
 import pytest
 from gymnasium.error import NameNotFound
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec import _util
@@ -60,7 +59,7 @@ installed, old = metadata.distributions, types.SimpleNamespace(version="0.1")
 metadata.distributions = lambda name: [old] if name == {package!r} else installed(name=name)
 {use}
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    said = run_python("-c", script)
     last = said.stderr.strip().splitlines()[-1]
     assert re.search(rf"jaxvec needs {package} [0-9.]+ or newer, but 0\.1 is installed: pip install ", last)
     assert re.search(rf'"{package}>=', last)
@@ -109,9 +108,7 @@ def test_a_missing_optional_package_is_one_line_with_the_command(package, tmp_pa
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Hidden())\n"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", hide + call], capture_output=True, text=True, timeout=200, cwd=tmp_path
-    )
+    said = run_python("-c", hide + call, cwd=tmp_path)
     last = said.stderr.strip().splitlines()[-1]
     assert said.returncode != 0
     assert re.search(rf'pip install (.* )?"?{name}\b', last)  # with its version, if an extra has one
@@ -140,7 +137,7 @@ def test_an_unknown_id_names_the_module_or_the_class():
 
 def test_an_example_says_what_it_needs():
     script = "import sys, runpy; sys.modules['optax'] = None; runpy.run_module('jaxvec.examples.ppo')"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    said = run_python("-c", script)
     assert said.returncode != 0
     assert "ImportError: jaxvec's examples need optax, of the extra [demo]: pip install " in said.stderr
     assert '"optax>=' in said.stderr
@@ -150,7 +147,7 @@ def test_an_example_says_what_it_needs():
 @pytest.mark.parametrize(("example", "package"), [("search", "mctx"), ("dqn", "flashbax")])
 def test_an_example_says_what_it_alone_needs(example, package):
     script = f"import sys; sys.modules[{package!r}] = None; import jaxvec.examples.{example}"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    said = run_python("-c", script)
     assert said.returncode != 0
     assert f"needs {package}: pip install " in said.stderr
     assert f'"{package}>=' in said.stderr
