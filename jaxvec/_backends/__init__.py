@@ -1,4 +1,4 @@
-"""What runs elsewhere than in local processes of this Python: rollouts on Ray, workers in another Python."""
+"""Rollouts on a Ray cluster, and workers in another Python."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class _ForkServer:
             os.close(folder)
 
     def drop(self, number: int) -> None:
-        """Lets the server kill and reap a worker, which may be yet to be forked; does not wait."""
+        """Tells the server to kill and reap a worker, which may be yet to be forked; does not wait."""
         # A fork of the program may share the socket for a moment, and drops its copies of the handles.
         if os.getpid() == self._program:
             with suppress(OSError):  # the server has ended, or will after its workers

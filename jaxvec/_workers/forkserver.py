@@ -34,7 +34,7 @@ from jaxvec._workers import worker as _worker
 
 @dataclass(frozen=True)
 class Inherited:
-    """What a new interpreter would inherit from the program at `make`, and a fork would not."""
+    """Properties that a new interpreter would inherit from the program at `make`, and a fork would not."""
 
     environ: dict[str, str]
     cores: set[int]  # empty if unknown

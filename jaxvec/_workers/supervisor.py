@@ -448,7 +448,7 @@ class Supervisor:
         self._relaunch(worker, error, str(error))
 
     def _answer_retiring(self, deadline: float | None) -> None:
-        """Lets workers that are to be replaced close their envs, once no request to them is pending."""
+        """Asks workers that are to be replaced to close their envs, once no request to them is pending."""
         for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
             with suppress(EOFError):  # the next poll replaces it
                 self._send(worker, protocol.Retire(), deadline)

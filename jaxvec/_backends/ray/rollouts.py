@@ -84,7 +84,7 @@ _CHECK_INTERVAL = 0.02  # seconds between checks of deadlines, `ray.shutdown()`,
 
 
 class _Stage(Enum):
-    """What an actor does, or waits for."""
+    """The activity of an actor, or the event that it waits for."""
 
     PLACING = auto()  # Ray starts its process
     STARTING = auto()  # it makes its pool
@@ -96,7 +96,7 @@ class _Stage(Enum):
 
 @dataclass(eq=False)
 class _ActorState:
-    """What the learner knows of an actor."""
+    """The learner's record of an actor."""
 
     # Written by the learner's thread alone.
     number: int  # constant
@@ -283,7 +283,7 @@ class _ActorGroup:
         answer: Any,
         on_result: Callable[[_ActorState, Any], RemoteError | None],
     ) -> None:
-        """Lets Ray's thread handle the answer to a call that begins a stage."""
+        """Begins a stage with a call, whose answer Ray's thread handles."""
         actor.stage = stage
         answer.future().add_done_callback(partial(self._on_answer, actor, actor.incarnation, on_result))
 
