@@ -405,18 +405,17 @@ class PoolConfig:
         if self.envs_per_instance is not None:
             rejected: dict[str, Any] = {"on_fault": restart, "check": self.strict}
             rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
-            rejected |= {"Workers(recycle=...)": self.workers.recycle}
-            reject("does not go with a batched env", rejected)
+            rejected |= {"Workers(recycle=...)": self.workers.recycle, "autoreset_mode": self.autoreset_mode}
+            rejected |= {"reset_options": self.reset_options is not None}
+            why = "does not go with a batched env, which resets its envs itself"
+            reject(f"{why}; leave it out, or make the envs one by one", rejected)
 
     @property
     def autoreset(self) -> Autoreset | None:
         """Autoreset mode; `None` for batched envs, which have their own."""
         if self.autoreset_mode is None:
             return None if self.envs_per_instance is not None else Autoreset.SAME_STEP
-        known = parse_autoreset(self.autoreset_mode)
-        if self.envs_per_instance is not None:
-            raise ValueError("autoreset_mode does not go with a batched env, which resets its envs itself")
-        return known
+        return parse_autoreset(self.autoreset_mode)
 
     @property
     def restart(self) -> Restart | None:
@@ -453,11 +452,6 @@ class PoolConfig:
             raise ValueError(
                 "reset_options and spare_envs cannot be combined: a spare env is reset before the options of "
                 "its episode are known. Remove one of them"
-            )
-        if self.envs_per_instance is not None:
-            raise ValueError(
-                "reset_options does not go with a batched env, which resets its envs itself; pass options to "
-                "reset, or make the envs one by one"
             )
 
 

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -253,14 +253,30 @@ def make(
             print(envs.single_observation_space.shape)  # (3,)
         ```
     """
-    values = locals()  # has the fields of PoolConfig under equal names
+    options: dict[str, Any] = {
+        "num_workers": num_workers,
+        "workers": workers,
+        "batch_size": batch_size,
+        "recv_order": recv_order,
+        "backend": backend,
+        "autoreset_mode": autoreset_mode,
+        "final_obs": final_obs,
+        "info": info,
+        "max_sizes": max_sizes,
+        "env_configs": env_configs,
+        "envs_per_instance": envs_per_instance,
+        "on_fault": on_fault,
+        "check": check,
+        "spare_envs": spare_envs,
+        "reset_options": reset_options,
+        "states": states,
+        "timeouts": timeouts,
+    }
     if _primitive.in_program():
         raise RuntimeError(_IN_PROGRAM)
     constructor = env = constructors.listed(env)
     try:
-        config = PoolConfig(
-            **{option.name: values[option.name] for option in fields(PoolConfig) if option.name in values}
-        )
+        config = PoolConfig(**options)
         constructor = choose_interpreter(config).constructor(env)
         _refuse_unknown(constructor, env_kwargs)
         _effects.install()
@@ -275,7 +291,7 @@ def make(
             place=place,
         )
     except Exception as error:
-        for name, text in _options_of_env(constructor, values, load=True):
+        for name, text in _options_of_env(constructor, options | {"device": device}, load=True):
             if name in str(error):
                 add_note(error, text)
         for name in env_kwargs:
@@ -287,7 +303,7 @@ def make(
     try:
         if place is not None:
             place.prepare(envs)
-        for _, text in _options_of_env(constructor, values, load=False):
+        for _, text in _options_of_env(constructor, options | {"device": device}, load=False):
             warnings.warn(text, stacklevel=2)
     except BaseException:
         envs.close()
@@ -295,13 +311,12 @@ def make(
     return envs
 
 
-def _options_of_env(env: Any, given: Mapping[str, Any], *, load: bool) -> Iterator[tuple[str, str]]:
-    """Yields each given option of `make` that the env takes, too, with a text that names `env_configs`."""
-    configs = given["env_configs"] or ()
-    for name, parameter in inspect.signature(make).parameters.items():
-        value = given[name]
-        default = parameter.default
-        if parameter.kind is not parameter.KEYWORD_ONLY or value is default:
+def _options_of_env(env: Any, options: Mapping[str, Any], *, load: bool) -> Iterator[tuple[str, str]]:
+    """Yields each option that was set and that the env takes, too, with a text that names `env_configs`."""
+    configs = options["env_configs"] or ()
+    parameters = inspect.signature(make).parameters
+    for name, value in options.items():
+        if value is parameters[name].default:
             continue
         # A record of jaxvec is not meant for the env. An entry in `env_configs` shows that both are meant.
         if isinstance(value, _RECORDS) or any(name in config for config in configs):
