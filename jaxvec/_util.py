@@ -216,16 +216,6 @@ def leave() -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-class Interrupted(SystemExit):
-    """Ends the program by `leave`, unless it is caught."""
-
-    @property
-    def code(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if sys._getframe().f_back is None:  # pyright: ignore[reportPrivateUsage]
-            leave()  # the interpreter itself asks: nothing has caught it
-        return INTERRUPTED
-
-
 def run_in_thread(call: Callable[[Callable[[], None]], T]) -> Future[T]:
     """Runs a call in a new daemon thread, and returns its future once no later call can overtake it.
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from jaxvec._envs.constructors import find_spec
 from jaxvec._results import TimeStep
-from jaxvec._util import INTERRUPTED, Interrupted, import_optional
+from jaxvec._util import INTERRUPTED, import_optional, leave
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._functions import reset
 from jaxvec.callbacks._handle import Handle
@@ -387,6 +387,16 @@ def training(
         print(text if run.stopped else f"{text}\nresults are in {folder}")
     if run.stopped:
         raise SystemExit(INTERRUPTED)
+
+
+class Interrupted(SystemExit):
+    """Ends the program by `leave`, unless it is caught."""
+
+    @property
+    def code(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if sys._getframe().f_back is None:  # pyright: ignore[reportPrivateUsage]
+            leave()  # the interpreter itself asks: nothing has caught it
+        return INTERRUPTED
 
 
 def _keep_compiled() -> None:

@@ -20,8 +20,8 @@ from support.disasters import PATIENCE
 from support.runs import load_params
 
 import jaxvec
-from jaxvec._util import Interrupted
 from jaxvec.logging import Episodes, Options, Run, play_episodes, training
+from jaxvec.logging._training import Interrupted
 from jaxvec.testing import CountingEnv
 
 
