@@ -56,7 +56,8 @@ def _on_host(method: _Method) -> _Method:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._unchecked and inside:
             self._unchecked -= 1
-            if _in_program() and not _is_traced((args, kwargs)):
+            primitive: Any = sys.modules.get("jaxvec.callbacks._primitive")  # only if the program has JAX
+            if primitive is not None and primitive.in_program() and not _is_traced((args, kwargs)):
                 raise TypeError(_TRACING.format(name=name, advice=advice))
         try:
             return method(self, *args, **kwargs)
@@ -68,12 +69,6 @@ def _on_host(method: _Method) -> _Method:
             raise
 
     return cast("_Method", call)
-
-
-def _in_program() -> bool:
-    """Returns True while JAX traces a program, without an import of JAX."""
-    primitive: Any = sys.modules.get("jaxvec.callbacks._primitive")
-    return primitive is not None and primitive.in_program()
 
 
 def _is_traced(values: Any) -> bool:
@@ -368,7 +363,7 @@ class VectorEnv:
                 print(len(state.ids))  # 2
             ```
         """
-        return self._unpack_states(Path(path))
+        return self.unpack_states(Path(path))
 
     def pack_states(self, state: EnvState | None = None) -> NDArray[np.uint8]:
         """Returns states as an array of bytes, for checkpoints such as Orbax's; see `save_states`.
@@ -396,7 +391,7 @@ class VectorEnv:
                 print(timestep.info["episode_length"])  # [0 0]
             ```
         """
-        return self._unpack_states(data)
+        return EnvState(*self._pool.perform(Move(Verb.UNPACK_STATES, self._pool.all), [data]))
 
     def stats(self) -> Stats:
         """Returns counters and times of each worker, and their totals, unless the pool is closed.
@@ -693,9 +688,6 @@ class VectorEnv:
         states = _results.check_states(self.save() if state is None else state)
         (data,) = self._pool.perform(Move(Verb.PACK_STATES, self._pool.all), [states, path])
         return data
-
-    def _unpack_states(self, source: Any) -> EnvState:
-        return EnvState(*self._pool.perform(Move(Verb.UNPACK_STATES, self._pool.all), [source]))
 
     def _call(
         self, name: str, args: Any, kwargs: Any, indices: Any, on_started: Any = None, verb: Verb = Verb.CALL

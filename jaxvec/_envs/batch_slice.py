@@ -82,7 +82,11 @@ class BatchSlice(Slice):
             self._running[0] = rows.start + 1
             chosen = np.isin(np.arange(rows.start, rows.stop), slots)
             with self._error_context(which, "reset"):
-                self._check_chosen(rows, chosen)
+                if self._spec.autoreset.resets and not chosen.all():
+                    raise InvalidValue(
+                        f"envs {rows.start} to {rows.stop - 1} are one batched env, which with autoreset is "
+                        f"reset as a whole; reset all of them, not {int(chosen.sum())}"
+                    )
             seeds = self._arrays["seed",][rows]
             reset = rows.start + np.flatnonzero(chosen)
             options_of_slots = (
@@ -110,8 +114,6 @@ class BatchSlice(Slice):
                 self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
             self._stats[_stats.RESETS] += int(chosen.sum())
             self._stats[_stats.RESET_NS] += monotonic_ns() - started
-            if done is not None:
-                done(rows.start, self._size)
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
@@ -135,8 +137,6 @@ class BatchSlice(Slice):
                 self._count(rows, np.asarray(reward), over)
                 self._write_infos(which, rows, info, over)
             self._stats[_stats.STEP_NS] += monotonic_ns() - started
-            if done is not None:
-                done(rows.start, self._size)
         self._running[0] = 0
 
     def _record_calls(self, recorder: SpanRecorder | None) -> None:
@@ -222,14 +222,6 @@ class BatchSlice(Slice):
         """Returns the rows of an instance in the segment."""
         start = self.first + which * self._size
         return slice(start, start + self._size)
-
-    def _check_chosen(self, rows: slice, chosen: NDArray[np.bool_]) -> None:
-        """Raises if a reset has some envs of an instance, which with autoreset is reset as a whole."""
-        if self._spec.autoreset.resets and not chosen.all():
-            raise InvalidValue(
-                f"envs {rows.start} to {rows.stop - 1} are one batched env, which with autoreset is reset as "
-                f"a whole; reset all of them, not {int(chosen.sum())}"
-            )
 
     def _error_context(self, which: int, operation: str, action: Any = None) -> EnvErrorContext:
         return EnvErrorContext(self.first + which * self._size, operation, action)

@@ -150,6 +150,8 @@ class Slice(ABC):
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         """Resets envs with the seeds in the segment and the options of `set_options`; calls `done` for each.
 
+        A slice of batched envs gets no `done`: no pool of them receives some envs before the others.
+
         Raises:
             EnvFailure: An env raised or returned wrong data. It lists the slots that are complete.
         """

@@ -190,23 +190,21 @@ Arrays: TypeAlias = dict[KeyPath, NDArray[Any]]
 _DENIED = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def create_segment(layout: Layout, *, sparse: bool = False) -> int:
+def create_segment(layout: Layout) -> int:
     """Creates zeroed shared memory; returns its file descriptor, which is not inheritable.
 
-    The pages of the first part are allocated now or, if `sparse`, when they are touched, which can then kill
-    the process.
+    The pages of the first part are allocated now.
 
     Raises:
-        MemoryError: The first part is larger than the free memory, and not `sparse`.
+        MemoryError: The first part is larger than the free memory.
         OSError: No memory or no file descriptor is left.
     """
-    if not sparse:
-        _check_fits(layout)
+    _check_fits(layout)
     fd = create_memory("jaxvec")
     try:
         with size_advice():
             # With ftruncate alone, a process would be killed if memory runs out when it touches a page.
-            if sys.platform == "linux" and not sparse:
+            if sys.platform == "linux":
                 _allocate(fd, layout.present)
             os.ftruncate(fd, layout.nbytes)
         if sys.platform == "linux":  # shrinking it would kill every process that touches the lost pages

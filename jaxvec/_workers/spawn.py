@@ -52,7 +52,8 @@ class SpawnedWorker(Process):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_INTERVAL)
-        self._reap()
+        self.end()  # kills what the envs have started, before the pid can be reused
+        self._process.wait()
         return True
 
     def end(self) -> None:
@@ -69,11 +70,6 @@ class SpawnedWorker(Process):
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # other code has reaped it
             return True
-
-    def _reap(self) -> None:
-        """Kills what the envs have started, before the pid can be reused, and reaps the worker."""
-        self.end()
-        self._process.wait()
 
 
 def _drop(process: subprocess.Popen[bytes], program: int) -> None:
