@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED
+from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.envs import (
     AttributeErrorContext,
@@ -30,6 +31,84 @@ from jaxvec._memory.rows import InvalidValue, Write, conform, reader, store, wri
 from jaxvec._memory.segment import Arrays, Marks, kind_of
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._tracing import RecordedEnv, SpanRecorder
+
+
+class BatchAccess(EnvAccess):
+    """The requests to batched envs. Each uses an instance once, and splits a result with one entry per env.
+
+    Attributes:
+        infos: Raw info of the last step or reset of each instance.
+    """
+
+    def __init__(self, instances: list[BatchedEnv], size: int, first: int) -> None:
+        self._instances = instances
+        self._size = size
+        self._first = first
+        self.infos: list[dict[str, Any]] = [{} for _ in instances]
+
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        places = (divmod(slot - self._first, self._size) for slot in slots)
+        return [self.copied(one_of(self.infos[which], row, self._size)) for which, row in places]
+
+    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
+        def call(instance: Any, mine: Sequence[Any], keywords: Any) -> Any:
+            # Not all vector envs have `call`, and those that do may not forward `render`.
+            if declares(instance, "call") and name != "render":
+                return instance.call(name, *mine, **keywords)
+            attribute = attrgetter(name)(instance)
+            return attribute(*mine, **keywords) if callable(attribute) else attribute
+
+        arguments_of_slots = [(mine, kwargs) for mine in args]
+        return self._apply(slots, arguments_of_slots, call, lambda slot: AttributeErrorContext(slot, name))
+
+    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
+        def read(instance: Any) -> Any:
+            if declares(instance, "get_attr"):
+                return instance.get_attr(name)
+            return attrgetter(name)(instance)
+
+        return self._apply(slots, args, read, lambda slot: AttributeErrorContext(slot, name))
+
+    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
+        return self._apply(slots, args, function, lambda slot: EnvErrorContext(slot, "map"))
+
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        by_instance: dict[int, dict[int, Any]] = {}
+        for slot, value in zip(slots, values, strict=True):
+            which, row = divmod(slot - self._first, self._size)
+            by_instance.setdefault(which, {})[row] = self.copied(value)
+        for which, rows in by_instance.items():
+            instance: Any = self._instances[which]
+            with AttributeErrorContext(self._first + which * self._size + min(rows), f"set_attr({name!r})"):
+                if not declares(instance, "set_attr"):
+                    for value in rows.values():
+                        setattr(instance.unwrapped, name, value)
+                    continue
+                # `set_attr` takes values for all envs of the instance, so pass the other envs their own.
+                whole = len(rows) == self._size
+                values_of_envs = [None] * self._size if whole else list(instance.get_attr(name))
+                for row, value in rows.items():
+                    values_of_envs[row] = value
+                instance.set_attr(name, values_of_envs)
+
+    def _apply(
+        self,
+        slots: Iterable[int],
+        args: Sequence[Any],
+        function: Callable[..., Any],
+        error_context: Callable[[int], EnvErrorContext],
+    ) -> list[Any]:
+        answers: dict[int, Any] = {}
+        results: list[Any] = []
+        for slot, arguments in zip(slots, args, strict=True):
+            which, row = divmod(slot - self._first, self._size)
+            if which not in answers:
+                with error_context(slot):
+                    answers[which] = function(self._instances[which], *self.copied(arguments))
+            value = answers[which]
+            batched = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
+            results.append(value[row] if batched else value)
+        return results
 
 
 class BatchSlice(Slice):
@@ -62,7 +141,7 @@ class BatchSlice(Slice):
         self._returns = np.zeros((count, *spec.reward.shape))
         self._lengths = np.zeros(count, np.int32)
         self._over = np.zeros(count, np.bool_)  # True after a step that ended an episode
-        self._raw: list[dict[str, Any]] = [{} for _ in instances]
+        self.access = BatchAccess(instances, size, first)
         # Creating a writer for a single row is slow, so do it once.
         infos = [spec.declared, *([spec.info.child("final_info")] if spec.has_final_info else [])]
         nodes: list[Node] = [child for info in infos for child in info.children[::2]]
@@ -70,10 +149,6 @@ class BatchSlice(Slice):
         nodes += padded_nodes(spec.obs)
         self._write_row = {node.path: writer(node, arrays, check=check) for node in nodes}
         arrays["info", "env_id"][first : first + count] = range(first, first + count)
-
-    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        places = (divmod(slot - self.first, self._size) for slot in slots)
-        return [self._copied(one_of(self._raw[which], row, self._size)) for which, row in places]
 
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         for which in np.unique((slots - self.first) // self._size).tolist():
@@ -148,49 +223,6 @@ class BatchSlice(Slice):
                 for which, start in enumerate(starts)
             ]
 
-    # Calls, attributes and `map` use each instance once. A result with one entry per env is split into rows.
-
-    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        def call(instance: Any, mine: Sequence[Any], keywords: Any) -> Any:
-            # Not all vector envs have `call`, and those that do may not forward `render`.
-            if declares(instance, "call") and name != "render":
-                return instance.call(name, *mine, **keywords)
-            attribute = attrgetter(name)(instance)
-            return attribute(*mine, **keywords) if callable(attribute) else attribute
-
-        arguments_of_slots = [(mine, kwargs) for mine in args]
-        return self._apply(slots, arguments_of_slots, call, lambda slot: AttributeErrorContext(slot, name))
-
-    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        def read(instance: Any) -> Any:
-            if declares(instance, "get_attr"):
-                return instance.get_attr(name)
-            return attrgetter(name)(instance)
-
-        return self._apply(slots, args, read, lambda slot: AttributeErrorContext(slot, name))
-
-    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        return self._apply(slots, args, function, lambda slot: EnvErrorContext(slot, "map"))
-
-    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        by_instance: dict[int, dict[int, Any]] = {}
-        for slot, value in zip(slots, values, strict=True):
-            which, row = divmod(slot - self.first, self._size)
-            by_instance.setdefault(which, {})[row] = self._copied(value)
-        for which, rows in by_instance.items():
-            instance: Any = self._instances[which]
-            with AttributeErrorContext(self.first + which * self._size + min(rows), f"set_attr({name!r})"):
-                if not declares(instance, "set_attr"):
-                    for value in rows.values():
-                        setattr(instance.unwrapped, name, value)
-                    continue
-                # `set_attr` takes values for all envs of the instance, so pass the other envs their own.
-                whole = len(rows) == self._size
-                values_of_envs = [None] * self._size if whole else list(instance.get_attr(name))
-                for row, value in rows.items():
-                    values_of_envs[row] = value
-                instance.set_attr(name, values_of_envs)
-
     def _actions(self, node: Node, rows: slice) -> Any:
         """Returns a batch of actions, which is a tuple for a space without a fixed shape."""
         if isinstance(node, Leaf):
@@ -198,25 +230,6 @@ class BatchSlice(Slice):
         if isinstance(node, PaddedNode):
             return tuple(reader(node, self._arrays)(np.arange(rows.start, rows.stop)))
         return node.join([self._actions(child, rows) for child in node.children])
-
-    def _apply(
-        self,
-        slots: Iterable[int],
-        args: Sequence[Any],
-        function: Callable[..., Any],
-        error_context: Callable[[int], EnvErrorContext],
-    ) -> list[Any]:
-        answers: dict[int, Any] = {}
-        results: list[Any] = []
-        for slot, arguments in zip(slots, args, strict=True):
-            which, row = divmod(slot - self.first, self._size)
-            if which not in answers:
-                with error_context(slot):
-                    answers[which] = function(self._instances[which], *self._copied(arguments))
-            value = answers[which]
-            batched = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
-            results.append(value[row] if batched else value)
-        return results
 
     def _rows(self, which: int) -> slice:
         """Returns the rows of an instance in the segment."""
@@ -288,7 +301,7 @@ class BatchSlice(Slice):
     def _write_infos(self, which: int, rows: slice, info: Any, over: NDArray[np.bool_]) -> None:
         if not isinstance(info, dict):
             raise InvalidValue(f"info must be a dict, got {type(info).__name__}")
-        self._raw[which] = info
+        self.access.infos[which] = info
         self._arrays["raw_info",][rows] = kind_of(info)
         self._write_declared(self._spec.declared, info, rows)
         if self._spec.has_final_obs:

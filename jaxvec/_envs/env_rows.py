@@ -56,8 +56,12 @@ class FinalStep:
         if spec.has_final_info:
             self._info = DeclaredInfo(spec.info.child("final_info"), arrays, check=check)
         self._written = set(written)  # the rows that may not be zero
+        self.infos: dict[int, dict[str, Any]] = {}  # raw, of envs that are not reset yet after this step
 
     def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
+        """Writes an episode's last step, before a reset that may reuse the memory of observation and info."""
+        info = {key: _copied(value) for key, value in info.items()}
+        self.infos[index] = info
         self._written.add(index)
         if self._obs is not None:
             write, _, mask = self._obs
@@ -71,7 +75,10 @@ class FinalStep:
 
     def note_written(self, index: int, *, is_written: bool) -> None:
         """Records whether a row that the parent has written contains an episode's last step."""
-        (self._written.add if is_written else self._written.discard)(index)
+        self.infos.pop(index, None)
+        self._written.discard(index)
+        if is_written:
+            self._written.add(index)
 
     def clear(self, index: int) -> None:
         if index not in self._written:
@@ -83,6 +90,13 @@ class FinalStep:
             mask[index] = False
         if self._info is not None:
             self._info.write(index, {})
+
+
+def _copied(value: Any) -> Any:
+    """Copies the dicts and arrays of an info."""
+    if type(value) is dict:
+        return {key: _copied(part) for key, part in value.items()}
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:

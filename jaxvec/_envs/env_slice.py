@@ -14,21 +14,19 @@ A worker process has one `EnvSlice` for its part of the pool. The serial backend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic_ns
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _native, _stats
 from jaxvec._arguments import NO_SEED
-from jaxvec._engine.move import merge
+from jaxvec._envs.env_access import SlotAccess
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.envs import (
-    AttributeErrorContext,
     Env,
     EnvErrorContext,
     EnvFailure,
@@ -36,16 +34,13 @@ from jaxvec._envs.envs import (
     check_dict,
     conform_reward,
     end_forks,
-    find_attr,
     forked,
-    put_attr,
     wrong_step,
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, EpisodeTracker
-from jaxvec._envs.slice import Done, Slice, SlotData, SlotSettings
+from jaxvec._envs.slice import Done, Slice, SlotSettings
 from jaxvec._envs.slice_extension import SliceExtension
 from jaxvec._envs.slot_envs import SlotEnvs
-from jaxvec._errors import EnvStateError
 from jaxvec._leaves import KeyPath, padded_nodes
 from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
@@ -53,16 +48,15 @@ from jaxvec._options import PoolConfig
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import SpanRecorder
 
-_EMPTY: dict[Any, Any] = {}  # shared by states, which never change
-
 OnSlice: TypeAlias = Callable[["EnvSlice"], SliceExtension]  # makes the half of an extension in a worker
 
 
-def _copied(value: Any) -> Any:
-    """Copies the dicts and arrays of an info."""
-    if type(value) is dict:
-        return {key: _copied(part) for key, part in value.items()}
-    return value.copy() if isinstance(value, np.ndarray) else value
+class _Selection(NamedTuple):
+    """The envs of a step. Most steps have the same ones as the step before."""
+
+    slots: bytes
+    indices: list[int]
+    rows: Index  # the indices, as an index of arrays
 
 
 class EnvSlice(Slice):
@@ -73,8 +67,7 @@ class EnvSlice(Slice):
 
     Attributes:
         slots, rows, episodes: These three.
-        env_fns: The functions that built the envs.
-        spares: The envs without a slot.
+        access: The requests to the envs between their steps.
         spec, arrays, config: As for the constructor.
         running: The current slot plus 1, `[1]`; 0 while idle.
         stats: The worker's row of statistics.
@@ -118,11 +111,10 @@ class EnvSlice(Slice):
         self.episodes = EpisodeTracker(rows, spec.autoreset, lost=left)
         self.rows = EnvRows(spec, rows, left=left, check=config.check)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
-        self.spares = [] if spares is None else spares
         self.slots = SlotEnvs(
             envs,
             env_fns,
-            self.spares,
+            [] if spares is None else spares,
             first=first,
             spec=spec,
             rows=rows,
@@ -155,20 +147,14 @@ class EnvSlice(Slice):
                 first=first,
                 marked=MARKED,
             ).run
-        # The slots of the last step, as bytes, a list and an index. Most steps have the same slots again.
-        self._last_slots = b""
-        self._indices: list[int] = []
-        self._index: Index = slice(0, 0, 1)
-        self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
-        self.env_fns = env_fns
+        self._selection = _Selection(b"", [], slice(0, 0, 1))
+        self.access = SlotAccess(self.slots, self.rows, first)
         self.spec = spec
         self.arrays = arrays
         self.config = config
-        self.extensions = [extend(self) for extend in on_slice]
-        self.verbs = merge(extension.verbs for extension in self.extensions)
+        self.extend([extend(self) for extend in on_slice])
         for extension in self.extensions:
             self.slots.autoreset_by = extension.autoreset or self.slots.autoreset_by
-            self.find_retirement = extension.find_retirement or self.find_retirement
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))
         elif self._delivered is not None:
@@ -200,15 +186,13 @@ class EnvSlice(Slice):
     def step_and_call(self, slots: NDArray[Any], after: Callable[[int], None] | None) -> None:
         """Steps the envs of `slots` in turn; calls `after` with the index of each when its row is written."""
         self._counted = 0, monotonic_ns(), self.stats[_stats.RESET_NS]
-        if (requested := slots.tobytes()) != self._last_slots:
-            self._last_slots = requested
+        if (requested := slots.tobytes()) != self._selection.slots:
             array = slots - self.first
-            self._indices = array.tolist()
-            self._index = index_of(array)
-        indices = self._indices
+            self._selection = _Selection(requested, array.tolist(), index_of(array))
+        _, indices, rows = self._selection
         if self._delivered is not None:
             self._delivered.keep(slots - self.first)
-        actions = self.rows.actions(indices, self._index)
+        actions = self.rows.actions(indices, rows)
         self.running[0] = self.first + indices[0] + 1
         try:
             self._step_slots(indices, actions, after)
@@ -230,18 +214,22 @@ class EnvSlice(Slice):
         self.running[0] = 0
 
     def recover(self, failure: EnvFailure, *, rebuild: bool, settings: SlotSettings | None = None) -> None:
-        if rebuild:
-            self.running[0] = failure.env_id + 1
-            self.rebuild(failure.env_id - self.first)
-            if settings is not None:
-                self.reapply_settings(failure.env_id, settings)
-            self.running[0] = 0
+        if not rebuild:
+            return
+        index = failure.env_id - self.first
+        self.running[0] = failure.env_id + 1
+        self.slots.rebuild(index)
+        for extension in self.extensions:
+            extension.env_built(index)
+        if settings is not None:
+            self.reapply_settings(failure.env_id, settings)
+        self.running[0] = 0
 
     def reapply_settings(self, slot: int, settings: SlotSettings) -> None:
         index = slot - self.first
         for name, value in settings.attributes.items():
-            self.set_attr([slot], [value], name)
-        self.slots.keep_options(index, self._copied(settings.options))
+            self.access.set_attr([slot], [value], name)
+        self.slots.keep_options(index, self.access.copied(settings.options))
 
     def _step_each(self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None) -> None:
         """Steps envs in turn. If it raises, `_running` names the env.
@@ -378,8 +366,7 @@ class EnvSlice(Slice):
             self.rows.final.clear(index)
             return obs, info
         # Write before the reset: an env may reuse its observation's and its info's memory.
-        self._final_infos[index] = {key: _copied(value) for key, value in info.items()}
-        self.rows.final.write(index, obs, self._final_infos[index])
+        self.rows.final.write(index, obs, info)
         return self._reset_in_step(index)
 
     def _reset_in_step(self, index: int) -> tuple[Any, dict[str, Any]]:
@@ -389,7 +376,7 @@ class EnvSlice(Slice):
         except BaseException as error:
             raise EnvFailure(self.first + index, "reset") from error
         self.episodes.reset_in_step(index)
-        return obs, {**info, "final_info": self._final_infos.pop(index)}
+        return obs, {**info, "final_info": self.rows.final.infos.pop(index)}
 
     def _start(self, index: int, obs: Any, info: dict[str, Any]) -> Any:
         """Writes the row of a reset, except the observation, which it returns."""
@@ -407,101 +394,5 @@ class EnvSlice(Slice):
         self.stats[_stats.STEPS] += place - counted
         self.stats[_stats.STEP_NS] += now - started - (resets - in_resets)
 
-    # --- Requests over the control socket ---------------------------------------------------------
-
     def _record_calls(self, recorder: SpanRecorder | None) -> None:
         self.slots.record(recorder)
-
-    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        return [self._copied(self.rows.infos[slot - self.first]) for slot in slots]
-
-    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
-        self.rows.given = {slot - self.first: action for slot, action in zip(slots, actions, strict=True)}
-
-    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
-        for path, column in columns.items():
-            self.rows.objects[path][slots - self.first] = column
-
-    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
-        return {path: self.rows.objects[path][slots - self.first] for path in paths}
-
-    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        results: list[Any] = []
-        for slot, env, (arguments, keywords) in self._accessed(
-            slots, [(positional, kwargs) for positional in args]
-        ):
-            with AttributeErrorContext(slot, name):
-                attribute = find_attr(env, name)
-            with EnvErrorContext(slot, name):
-                results.append(attribute(*arguments, **keywords) if callable(attribute) else attribute)
-        return results
-
-    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        values: list[Any] = []
-        for slot, env, _ in self._accessed(slots, args):
-            with AttributeErrorContext(slot, name):
-                values.append(find_attr(env, name))
-        return values
-
-    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        results: list[Any] = []
-        for slot, env, arguments in self._accessed(slots, args):
-            with EnvErrorContext(slot, "map"):
-                results.append(function(env, *arguments))
-        return results
-
-    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        for slot, env, value in self._accessed(slots, values):
-            with AttributeErrorContext(slot, f"set_attr({name!r})"):
-                put_attr(env, name, value)
-
-    def _accessed(self, slots: Iterable[int], args: Sequence[Any]) -> Iterator[tuple[int, Env, Any]]:
-        """Yields each slot with its env and a copy of its arguments. User code may then change the env."""
-        for slot, arguments in zip(slots, args, strict=True):
-            self.slots.changed(slot - self.first)  # before the access, which may fail half-way
-            with EnvErrorContext(slot, "the copy of its arguments"):
-                own = self._copied(arguments)
-            yield slot, self.slots.envs[slot - self.first], own
-
-    # --- For extensions ---------------------------------------------------------------------------
-
-    def rebuild(self, index: int) -> None:
-        """Replaces the env at an index by a new one."""
-        self.slots.rebuild(index)
-        for extension in self.extensions:
-            extension.env_built(index)
-
-    def save_slot(self, index: int) -> SlotData:
-        """Returns everything about a slot but its env and its row of the segment; `restore_slot` restores it.
-
-        Raises:
-            EnvStateError: The env waits for a reset after a fault.
-        """
-        if self.episodes.state[index] > IDLE:
-            raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
-        info = self.rows.infos[index]
-        objects = self.rows.objects
-        return SlotData(
-            self.episodes.save(index),
-            self.slots.save(index),
-            deepcopy(info) if info else _EMPTY,
-            self.rows.final.is_written(index),
-            {path: column[index] for path, column in objects.items()} if objects else _EMPTY,
-        )
-
-    def restore_slot(self, index: int, data: SlotData, restore_env: Callable[[], bool]) -> None:
-        """Restores a slot, except its row of the segment; see `restore_env`."""
-        self.restore_env(index, data, restore_env)
-        self.episodes.restore(index, data.episode)
-        self.rows.take_info(index, deepcopy(data.info) if data.info else {})
-        self.rows.final.note_written(index, is_written=data.is_final)
-        for path, value in data.objects.items():
-            self.rows.objects[path][index] = value
-        self._final_infos.pop(index, None)
-
-    def restore_env(self, index: int, data: SlotData, restore_env: Callable[[], bool]) -> None:
-        """Restores the env by a function, and the seeds and options of its next reset.
-
-        The function returns whether env and wrappers have the attributes that they had, with other values.
-        """
-        self.slots.restore(index, restore_env, data.resets)

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._engine.move import Verb
-from jaxvec._envs.copies import copied
+from jaxvec._engine.move import Verb, merge
+from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._envs.slice_extension import Retirement, SliceExtension
-from jaxvec._leaves import KeyPath
 from jaxvec._tracing import SpanRecorder, Trace
 
 # --- Settings of rebuilt envs ----------------------------------------------------------------------------
@@ -74,16 +73,6 @@ class EnvSettings:
         return lost
 
 
-class SlotData(NamedTuple):
-    """All that determines the future of a slot, except its env and its row of the segment."""
-
-    episode: tuple[int, Any, int]  # from `EpisodeTracker.save`
-    resets: tuple[int, int | None, Any]  # from `SlotEnvs.save`
-    info: dict[str, Any]  # the raw info of the last reset or step
-    is_final: bool  # True if the row contains the last step of an episode
-    objects: dict[KeyPath, Any]  # the leaves of the row that are Python objects
-
-
 # --- The interface between a worker, or the serial backend, and its envs ---------------------------------
 
 # Called with the first of some neighbouring slots, and their number, when their rows are complete.
@@ -111,25 +100,32 @@ class Slice(ABC):
     """The envs of neighbouring slots, which fill the rows of these slots in the segment."""
 
     first: int  # the first slot
+    access: EnvAccess
     in_program: bool = False  # whether the envs are in the program's process, whose forks lack its threads
     extensions: Sequence[SliceExtension] = ()
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of the extensions
-    find_retirement: Callable[[], Retirement | None] | None = None  # of an extension
+    find_retirement: Callable[[], Retirement | None] | None = None  # of the last extension that has one
     recorder: SpanRecorder | None = None  # `None` while no trace is recorded
     _trace: Trace | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests
-    _copied: Callable[[Any], Any] = staticmethod(copied)  # of values that several envs get
 
     def answer(self, method: MethodName, *args: Any) -> Any:
-        """Returns the result of a request: a method of the slice, or of one of its extensions.
+        """Returns the result of a request: a method of the slice, of its `access`, or of an extension.
 
         A pool makes requests while none of the slice's envs is pending.
         """
-        for owner in (self, *self.extensions):
+        for owner in (self, self.access, *self.extensions):
             for base in type(owner).__mro__:
                 if (base.__module__, base.__qualname__) == (method.module, method.owner):
                     return getattr(owner, method.name)(*args)
         raise NotImplementedError(f"no extension of the pool has the method {method.owner}.{method.name}")
+
+    def extend(self, extensions: Sequence[SliceExtension]) -> None:
+        """Adds the extensions, once."""
+        self.extensions = extensions
+        self.verbs = merge(extension.verbs for extension in extensions)
+        for extension in extensions:
+            self.find_retirement = extension.find_retirement or self.find_retirement
 
     def perform(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Performs an extension's operation, which does not raise."""
@@ -196,33 +192,9 @@ class Slice(ABC):
     @abstractmethod
     def _record_calls(self, recorder: SpanRecorder | None) -> None: ...
 
-    @abstractmethod
-    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns copies of the raw info of each env's last step or reset: the env may change its own."""
-
     def set_options(self, options: Options) -> None:
         """Sets the options of all later resets that the program requests, one per env of the slice."""
-        self._options = None if options is None else tuple(map(self._copied, options))
-
-    def share_values(self) -> None:
-        """Makes envs get the objects of the caller in calls, attributes and reset options, not copies."""
-        self._copied = lambda value: value
-
-    @abstractmethod
-    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        """Returns attribute `name` of each env, called with its entry of `args` if it is callable."""
-
-    @abstractmethod
-    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        """Returns attribute `name` of each env without calling it. The entries of `args` are empty."""
-
-    @abstractmethod
-    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        """Sets attribute `name` of each env to its entry of `values`."""
-
-    @abstractmethod
-    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        """Returns `function(env, *arguments)` for each env, with its entry of `args`."""
+        self._options = None if options is None else tuple(map(self.access.copied, options))
 
     def close(self) -> None:
         """Closes envs that the extensions built. The caller closes those that it passed in."""

@@ -22,8 +22,8 @@ class Retirement:
 class SliceExtension:
     """One subsystem's half in a worker. `EnvSlice` calls its methods, which do nothing by default.
 
-    It may use what `EnvSlice` documents for extensions. An extension of `PoolExtension` is its half in the
-    program, and reaches it by requests and verbs. Each public method can be requested, as `Class.method`,
+    It may use the public attributes and methods of `EnvSlice`. An extension of `PoolExtension` is its half in
+    the program, and reaches it by requests and verbs. Each public method can be requested, as `Class.method`,
     while none of the slice's envs is pending; it raises `EnvFailure`.
 
     Attributes:

@@ -209,8 +209,8 @@ class SlotEnvs:
         self.record(None)
         self.autoreset_by: Callable[[int], Any] | None = None  # see `SliceExtension.autoreset`
         self.rebuilt = rebuilt
-        self._spares = spares
-        self._env_fns = env_fns
+        self.spares = spares
+        self.env_fns = env_fns
         self._seeds = rows["seed",]
         self._rebuilds = rows["rebuilds",]
         self._last_seeds = scalars(rows["last_seed",])
@@ -248,7 +248,7 @@ class SlotEnvs:
     @property
     def named(self) -> list[tuple[str | int, Env]]:
         """The envs of this process, each with its slot, or its use in words."""
-        return [*enumerate(self.envs, self._first), *((SPARE, env) for env in self._spares)]
+        return [*enumerate(self.envs, self._first), *((SPARE, env) for env in self.spares)]
 
     def changed(self, index: int) -> None:
         """Notes that an env was replaced, or that user code may have changed it."""
@@ -285,7 +285,7 @@ class SlotEnvs:
         with suppress(BaseException):
             self.envs[index].close()
         others = [other for other in self.named if other[0] != self._first + index]
-        (self.envs[index],) = build_env([self._env_fns[index]], self._first + index, others=others)
+        (self.envs[index],) = build_env([self.env_fns[index]], self._first + index, others=others)
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
@@ -313,7 +313,10 @@ class SlotEnvs:
     def restore(
         self, index: int, restore_env: Callable[[], bool], resets: tuple[int, int | None, Any]
     ) -> None:
-        """Restores an env, and the values that `save` returned; see `EnvSlice.restore_env`."""
+        """Restores an env by `restore_env`, and the values that `save` returned.
+
+        The function returns whether env and wrappers have the attributes that they had, with other values.
+        """
         if index in self._unlent:  # wrappers and simulators require a reset before a restore
             self.envs[index].reset(seed=0)
             self._unlent.remove(index)

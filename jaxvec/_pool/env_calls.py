@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from jaxvec._engine.engine import Engine
 from jaxvec._engine.move import Move, Verb
-from jaxvec._envs.slice import Arguments, Slice
+from jaxvec._envs.env_access import EnvAccess
+from jaxvec._envs.slice import Arguments
 from jaxvec._memory.segment import InfoKind, known
 from jaxvec._pool.state import PoolState
 from jaxvec._workers.base import WorkerGroup
@@ -62,7 +63,7 @@ class EnvCalls:
 
             if full.size:
                 infos.update(
-                    zip(full.tolist(), _flatten(self.request(Slice.infos_of, arguments)), strict=True)
+                    zip(full.tolist(), _flatten(self.request(EnvAccess.infos_of, arguments)), strict=True)
                 )
             return list(infos.values())
 
@@ -91,20 +92,20 @@ class EnvCalls:
         `args`, `[n]`, are the positional arguments of each env's call. `on_started` is called once no other
         call can overtake this one.
         """
-        return self._call_envs(move, Slice.call, args, name, kwargs, on_started=on_started)
+        return self._call_envs(move, EnvAccess.call, args, name, kwargs, on_started=on_started)
 
     def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
         """Returns an attribute of each env, `[n]`. A method is returned, not called."""
-        return self._call_envs(Move(Verb.CALL, slots), Slice.get_attr, [()] * len(slots), name)
+        return self._call_envs(Move(Verb.CALL, slots), EnvAccess.get_attr, [()] * len(slots), name)
 
     def map(self, slots: NDArray[Any], function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """Returns `function(env, *args)` for each env, `[n]`, called in the workers."""
-        return self._call_envs(Move(Verb.CALL, slots), Slice.map, [args] * len(slots), function)
+        return self._call_envs(Move(Verb.CALL, slots), EnvAccess.map, [args] * len(slots), function)
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of each env to one of `values`, `[n]`."""
         with self._holding_workers(Move(Verb.CALL, slots), name="set_attr"):
-            self.request_each(Slice.set_attr, slots, values, name)
+            self.request_each(EnvAccess.set_attr, slots, values, name)
             if self._workers.env_settings is not None:
                 self._workers.env_settings.set_attr(slots, values, name)
 
@@ -154,7 +155,7 @@ class EnvCalls:
         with self._holding_workers(move, on_started):
             if (
                 move.verb is Verb.CALL
-                and method is not Slice.get_attr
+                and method is not EnvAccess.get_attr
                 and self._workers.env_settings is not None
             ):
                 self._workers.env_settings.call(slots)

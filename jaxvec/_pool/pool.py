@@ -33,7 +33,7 @@ from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, check_options, expand_options, merge_options
 from jaxvec._engine.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status
 from jaxvec._engine.move import Caller, Move, Verb, merge
-from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.env_access import SlotAccess
 from jaxvec._errors import EnvIdError, JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import (
@@ -270,7 +270,7 @@ class Pool:
             with self.engine.exclusive(self.env_calls.of_workers(env_ids)):
                 self.state.enter(move)
                 self.state.check_status(self.engine.check_envs(env_ids, stepped=True), env_ids)
-                self.env_calls.request_each(EnvSlice.give_actions, env_ids, actions)
+                self.env_calls.request_each(SlotAccess.give_actions, env_ids, actions)
                 with self.state.breaking():
                     self.engine.dispatch(Verb.STEP, env_ids)
                 self.pending_envs.note_sent(env_ids, self._timeouts.step)

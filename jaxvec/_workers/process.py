@@ -24,7 +24,7 @@ from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
 from jaxvec._engine.engine import Engine, EngineConfig
 from jaxvec._engine.move import Verb
 from jaxvec._envs.constructors import Description
-from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.env_access import SlotAccess
 from jaxvec._envs.slice import Arguments, EnvSettings, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
@@ -338,7 +338,7 @@ class ProcessWorkers(WorkerGroup):
                 else None
             )
 
-        check_all(self.request(EnvSlice.put_objects, arguments, limit="start"))
+        check_all(self.request(SlotAccess.put_objects, arguments, limit="start"))
 
     def _get_objects(self, slots: NDArray[Any], limit: LimitName) -> None:
         """Fetches the time step leaves that are Python objects, which are not in the segment."""
@@ -347,7 +347,7 @@ class ProcessWorkers(WorkerGroup):
             slots_here = slots[(first <= slots) & (slots < stop)]
             return (slots_here, self._objects_in) if len(slots_here) else None
 
-        answers = check_all(self.request(EnvSlice.get_objects, arguments, limit=limit))
+        answers = check_all(self.request(SlotAccess.get_objects, arguments, limit=limit))
         for (first, stop), columns in zip(self._slices, answers, strict=True):
             for path, column in (columns or {}).items():
                 self._arrays[path][slots[(first <= slots) & (slots < stop)]] = column

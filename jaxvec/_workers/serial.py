@@ -37,6 +37,11 @@ from jaxvec._workers.diagnosis import take_losses
 from jaxvec._workers.protocol import WorkerRecipe
 
 
+def _share(value: Any) -> Any:
+    """Returns a value itself, in place of `copied`."""
+    return value
+
+
 class SerialBackend(Backend):
     """This process and its own thread."""
 
@@ -71,8 +76,7 @@ class SerialWorkers(WorkerGroup):
         self.last_errors = [None]
         self.env_settings = None
         if budget.policy is not None:
-            pack = (lambda value: value) if recipe.shares_values else copied
-            self.env_settings = EnvSettings(pack)
+            self.env_settings = EnvSettings(_share if recipe.shares_values else copied)
         try:
             with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
@@ -100,7 +104,7 @@ class SerialWorkers(WorkerGroup):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         self._slice.in_program = True
         if self._recipe.shares_values:
-            self._slice.share_values()
+            self._slice.access.copied = _share
         self._close_slice = self._slice.close
         return arrays
 

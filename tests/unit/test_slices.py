@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from jaxvec._envs.batch_slice import BatchSlice
+from jaxvec._envs.batch_slice import BatchAccess, BatchSlice
+from jaxvec._envs.env_access import EnvAccess, SlotAccess
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.slice import Slice
 
 
-@pytest.mark.parametrize("kind", [EnvSlice, BatchSlice])
-def test_each_kind_implements_the_interface(kind):
-    assert issubclass(kind, Slice)
+@pytest.mark.parametrize(
+    ("kind", "interface"),
+    [(EnvSlice, Slice), (BatchSlice, Slice), (SlotAccess, EnvAccess), (BatchAccess, EnvAccess)],
+)
+def test_each_kind_implements_the_interface(kind, interface):
+    assert issubclass(kind, interface)
     assert not kind.__abstractmethods__

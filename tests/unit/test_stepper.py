@@ -353,7 +353,7 @@ def test_it_keeps_no_references():
     # Before Python 3.12, other threads and collections of garbage change this number, too, by a few hundred.
     assert abs(sys.getrefcount(False) - references_to_false) < 1_000
     env_slice.reset(slots)
-    env_slice.set_attr([FIRST], [2], "_max_episode_steps")
+    env_slice.access.set_attr([FIRST], [2], "_max_episode_steps")
     for _ in range(100):
         env_slice.step(slots)  # and ends every other episode
     del env_slice, objects

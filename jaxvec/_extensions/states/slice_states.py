@@ -50,7 +50,7 @@ class SliceStates(SliceExtension):
         # Envs without a proof that pickled copies of their states are exact, too.
         self._unproved_copies = set(range(len(self._slots.envs)))
         self._simulator = Simulator(
-            env_slice.env_fns,
+            env_slice.slots.env_fns,
             first=self._first,
             running=self._running,
             spec=self._spec,

@@ -1,7 +1,7 @@
 """The states of slots: how a worker saves, restores, keeps and pickles them.
 
 env and its wrappers --StatefulEnv.save--> EnvSnapshot --+
-the rest of the slot --EnvSlice.save_slot--> SlotData +--> SlotState --StateTable.add--> table, by number
+the rest of the slot ------SlotData.of---> SlotData --+--> SlotState --StateTable.add--> table, by number
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jaxvec import _stats
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env
-from jaxvec._envs.slice import SlotData
+from jaxvec._envs.slot_data import SlotData
 from jaxvec._errors import EnvStateError
 from jaxvec._extensions.states.env_states import EnvSnapshot, StatefulEnv
 from jaxvec._extensions.states.snapshots.pickling import dumps, size_of
@@ -139,12 +139,12 @@ class SlotStates:
 
     def save(self, index: int, slot: int) -> SlotState:
         """Returns the state of the env at `index`, labelled with `slot`."""
-        data = self._slice.save_slot(index)
+        data = SlotData.of(self._slice, index)
         return SlotState(slot, self.stateful[index].save(), data)
 
     def restore(self, index: int, state: SlotState) -> None:
         """Restores a state, except its row of the segment."""
-        self._slice.restore_slot(index, state.data, self._restore_env(index, state))
+        state.data.restore(self._slice, index, self._restore_env(index, state))
 
     def step_from(self, states: Sequence[SlotState], after: list[SlotState], running: memoryview) -> None:
         """Steps the envs of the first rows from `states`, and appends each next state to `after`.
@@ -160,7 +160,8 @@ class SlotStates:
 
         def restore(index: int) -> None:
             running[0] = states[index].slot + 1
-            env_slice.restore_env(index, states[index].data, self._restore_env(index, states[index]))
+            state = states[index]
+            env_slice.slots.restore(index, self._restore_env(index, state), state.data.resets)
 
         def save_and_restore_next(index: int) -> None:
             after.append(self.save(index, states[index].slot))
