@@ -57,6 +57,8 @@ from jaxvec._util import install_command
 PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}
 # Modules of packages with another name, and the extras that install them.
 EXTRAS = {"ale_py": "atari"}
+# Required parameters of env classes that get the env's index. Functions may name theirs as they like.
+INDEX_NAMES = ("env_id", "env_index", "index", "rank")
 
 
 def listed(env: Any) -> Any:
@@ -95,8 +97,8 @@ def resolve(
 
     Args:
         env: A Gymnasium id, an `EnvSpec`, a callable, or a list of callables. The env's index is passed to a
-            single required positional parameter, and to a parameter `env_id` that is not a string. The
-            worker's index is passed to a parameter `worker_id`.
+            single required positional parameter, which in a class is one of `INDEX_NAMES`, and to a parameter
+            `env_id`, unless it is a string. The worker's index is passed to a parameter `worker_id`.
         slices: The slots `(first, stop)` of each worker.
         env_kwargs: Keyword arguments for `gymnasium.make`, or for the callables.
         configs: Further keyword arguments, one dict per constructor; `None` for none.
@@ -195,10 +197,12 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
         and name not in env_kwargs
         and (name == "env_id" or name not in by_name)
     ]
-    if len(required) > 1:
+    unfit = [name for name in required if not _takes_index(env_fn, parameters[name])]
+    if unfit or len(required) > 1:
         raise TypeError(
-            f"{env_fn!r} requires the arguments {required}, but jaxvec.make can pass the env's index to only "
-            "one of them; pass the others as keyword arguments of make"
+            f"{env_fn!r} requires the arguments {required}; pass them as keyword arguments of jaxvec.make. It "
+            "passes the env's index to one required argument only, which is not a string and which in a class "
+            f"has one of the names {', '.join(INDEX_NAMES)}"
         )
     by_name |= dict.fromkeys(required, index)
     # Pass the first parameter by position: a wrapped callable may not accept the name in its signature.
@@ -231,8 +235,21 @@ def _is_free(parameter: inspect.Parameter, env_fn: Any) -> bool:
         return False
     if isinstance(env_fn, partial) and parameter.name in env_fn.keywords:
         return False
+    return not _is_text(parameter)
+
+
+def _takes_index(env_fn: Any, parameter: inspect.Parameter) -> bool:
+    """Returns True if `make` may pass the env's index to a required parameter."""
+    while isinstance(env_fn, partial):
+        env_fn = env_fn.func
+    if isinstance(env_fn, type) and parameter.name not in INDEX_NAMES:
+        return False  # such as a price or a size, for which an index would be a wrong number
+    return not _is_text(parameter)
+
+
+def _is_text(parameter: inspect.Parameter) -> bool:
     annotation = inspect.formatannotation(parameter.annotation)
-    return not isinstance(parameter.default, str) and not re.search(r"\bstr\b", annotation)
+    return isinstance(parameter.default, str) or re.search(r"\bstr\b", annotation) is not None
 
 
 def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -157,11 +157,12 @@ def make(
 
     Args: Envs
         env: A Gymnasium id, an `EnvSpec`, a function that makes an env, or an iterable of such functions.
-            jaxvec passes the env's index to a required positional parameter and to a parameter `env_id`, and
-            the worker's index to a parameter `worker_id`. It does not fill a parameter that is annotated
-            `str`, has a string default, or is already bound by `functools.partial`. Lambdas, closures and
-            classes of `__main__` or a notebook work, and no main guard is needed. A
-            `gymnasium.vector.VectorEnv` is stepped in this process, and closed with the pool.
+            jaxvec passes the env's index to a parameter `env_id` and to a required positional parameter,
+            which in a class must be named `env_id`, `env_index`, `index` or `rank`, and the worker's index to
+            a parameter `worker_id`. It does not fill a parameter that is annotated `str`, has a string
+            default, or is already bound by `functools.partial`. Lambdas, closures and classes of `__main__`
+            or a notebook work, and no main guard is needed. A `gymnasium.vector.VectorEnv` is stepped in this
+            process, and closed with the pool.
         num_envs: Number of envs. Optional for a list or a `VectorEnv`.
         env_configs: Keyword arguments for individual envs, one dict per env, in addition to `env_kwargs`. An
             argument of the env with the name of an option of `make`, such as `batch_size`, also goes here.

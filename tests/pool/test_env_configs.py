@@ -183,6 +183,36 @@ def test_constructor_parameters_get_the_env_or_worker_index(make, backend):
         start(lambda level, env_id: Placed((level, env_id)))
 
 
+def test_of_a_class_only_a_parameter_that_means_the_index_is_filled(make, backend):
+    class Trader(CountingEnv):
+        def __init__(self, fee, env_id=None):
+            super().__init__()
+            self.place = (fee, env_id)
+
+    class Ranked(CountingEnv):
+        def __init__(self, rank):
+            super().__init__()
+            self.place = rank
+
+    class Named(CountingEnv):
+        def __init__(self, index: str):
+            super().__init__()
+
+    def from_text(level: str):
+        return Ranked(level)
+
+    start = partial(make, num_envs=3, backend=backend)
+    for env, missing in ((Trader, "fee"), (partial(Trader, env_id=1), "fee"), ([Trader] * 3, "fee")):
+        with pytest.raises(TypeError, match=rf"Trader.* requires the arguments \['{missing}'\]; pass them as"):
+            start(env)
+    for env, missing in ((Named, "index"), (from_text, "level")):
+        with pytest.raises(TypeError, match=rf"requires the arguments \['{missing}'\]"):
+            start(env)
+    assert start(Trader, fee=0.5).get_attr("place") == ((0.5, 0), (0.5, 1), (0.5, 2))
+    assert start(lambda fee: Trader(fee)).get_attr("place") == ((0, None), (1, None), (2, None))
+    assert start(Ranked).get_attr("place") == (0, 1, 2)
+
+
 def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):
     envs = make(
         [partial(CountingEnv, length) for length in (1, 2, 3)], autoreset_mode="EPISODIC", backend=backend
