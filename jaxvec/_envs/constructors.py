@@ -200,9 +200,9 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
     unfit = [name for name in required if not _takes_index(env_fn, parameters[name])]
     if unfit or len(required) > 1:
         raise TypeError(
-            f"{env_fn!r} requires the arguments {required}; pass them as keyword arguments of jaxvec.make. It "
-            "passes the env's index to one required argument only, which is not a string and which in a class "
-            f"has one of the names {', '.join(INDEX_NAMES)}"
+            f"{env_fn!r} requires the arguments {required}; pass them as keyword arguments of make. jaxvec "
+            "passes the env's index to one required argument only, which is not a string and which in a "
+            f"class has one of the names {', '.join(INDEX_NAMES)}"
         )
     by_name |= dict.fromkeys(required, index)
     # Pass the first parameter by position: a wrapped callable may not accept the name in its signature.

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 import gymnasium
 import numpy as np
 
-from jaxvec._memory.rows import InvalidValue
+from jaxvec._memory.rows import InvalidValue, check_unmasked
 from jaxvec._util import add_note
 
 # --- Construction, attributes and failures ---------------------------------------------------------------
@@ -357,6 +357,7 @@ def check_dict(operation: str, info: Any) -> None:
 
 def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:
     """Returns a reward as a float, or as a float64 array `shape` if that is not `()`."""
+    check_unmasked("reward", reward)
     value = np.asarray(reward)
     if shape == () and value.size == 1:
         value = value.reshape(())  # Gymnasium accepts shape (1,) for a scalar, too

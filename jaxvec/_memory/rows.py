@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
-from math import prod
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -199,6 +198,7 @@ def conform(leaf: Leaf, value: Any, check: str = "structure") -> NDArray[Any]:
     except ValueError as error:
         text = f"{leaf}: expected shape {leaf.shape}, got a ragged sequence; pad it, as in np.pad"
         raise InvalidValue(text) from error
+    check_unmasked(str(leaf), value)
     keys = _declared_keys(leaf)
     if check == "cast" and not keys:
         array = _cast(leaf, array)
@@ -206,8 +206,12 @@ def conform(leaf: Leaf, value: Any, check: str = "structure") -> NDArray[Any]:
         text = f"{leaf}: expected shape {leaf.shape}, got {array.shape}"
         if keys:
             raise InvalidValue(f"{text}; declare {_declaration(keys, array)}")
-        cure = f"reshape it: np.reshape(value, {leaf.shape}){_or_cast(leaf.path)}"
-        raise InvalidValue(f"{text}; {cure if array.size == prod(leaf.shape) else _SPACE}")
+        cure = _SPACE
+        if _longer_axes(array.shape) == _longer_axes(leaf.shape):
+            cure = f"reshape it: np.reshape(value, {leaf.shape}){_or_cast(leaf.path)}"
+        elif sorted(array.shape) == sorted(leaf.shape):
+            cure = "change the order of its axes, as np.moveaxis does"
+        raise InvalidValue(f"{text}; {cure}")
     if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
         name = type(value).__name__
         dtype = name if array.dtype.kind == "O" else f"{array.dtype} ({name})"
@@ -229,14 +233,32 @@ def conform(leaf: Leaf, value: Any, check: str = "structure") -> NDArray[Any]:
 _SPACE = "give a value of the space, or change the space"
 
 
+def check_unmasked(name: str, value: Any) -> None:
+    """Raises `InvalidValue` for a masked array, whose hidden numbers NumPy would give."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise InvalidValue(
+            f"{name}: got a masked array; give each of its elements a value: np.ma.filled(value, 0)"
+        )
+
+
+def _longer_axes(shape: tuple[int, ...]) -> list[int]:
+    """Returns the sizes that tell which element is which; axes of size 1 do not."""
+    return [size for size in shape if size != 1]
+
+
 def _or_cast(path: KeyPath) -> str:
     """Returns the end of a remedy for wrong observations."""
     return ', or pass make(check="cast")' if "obs" in path[:1] or "final_obs" in path[1:2] else ""
 
 
 def _cast(leaf: Leaf, array: NDArray[Any]) -> NDArray[Any]:
-    """Casts and reshapes an array as `np.copyto(row, array, "unsafe")` does, except that no number wraps."""
+    """Casts an array as `np.copyto(row, array, "unsafe")` does, except that no number wraps or is invented.
+
+    Only axes of size 1 may be missing or too many: another order of axes would scramble the values.
+    """
     kept = array
+    if kept.dtype.kind == "O" and any(element is None for element in kept.flat):  # NumPy makes it nan
+        raise InvalidValue(f"{leaf}: expected {leaf.dtype}, got None; {_SPACE}")
     if array.dtype.kind in "biufOSU":  # casts of other types lose more than digits
         try:
             with np.errstate(invalid="ignore", over="ignore"):
@@ -248,7 +270,7 @@ def _cast(leaf: Leaf, array: NDArray[Any]) -> NDArray[Any]:
         place = find_first(array != np.trunc(kept))
         if place is not None:
             raise InvalidValue(_overflow(replace(leaf, stored=leaf.dtype), kept.flat[place].item()))
-    if array.size == prod(leaf.shape):
+    if _longer_axes(array.shape) == _longer_axes(leaf.shape):
         return array.reshape(leaf.shape)
     return np.broadcast_to(array, leaf.shape) if array.size == 1 else array
 

@@ -27,6 +27,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "porting"
 UINT8 = spaces.Box(0, 255, (1,), np.uint8)
 FLOAT = spaces.Box(-np.inf, np.inf, (1,), np.float32)
 WIDE = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+GRID = spaces.Box(-np.inf, np.inf, (2, 3), np.float32)
 DICT = spaces.Dict(image=UINT8, count=spaces.Discrete(9))
 PAIR = spaces.Tuple((spaces.Discrete(9), spaces.Discrete(9)))
 
@@ -89,7 +90,6 @@ ACCEPTED = {
     "1e200 for float32": Case(FLOAT, lambda n: np.full(1, 1e200)),
     "a list for Tuple": Case(PAIR, lambda n: [n, n]),
     "an array for Tuple": Case(PAIR, lambda n: np.array([n, n])),
-    "no observation": Case(FLOAT, lambda n: None),
     "flags that are ints": fitting(terminated=lambda n: int(n >= 2)),
     "flags that are None": fitting(terminated=lambda n: None),
     "infos with other keys in each step": fitting(
@@ -104,10 +104,13 @@ DIFFERENCES = {
     "1 for uint8, but as int64": Case(UINT8, lambda n: np.full(1, n)),
     "complex numbers": Case(FLOAT, lambda n: np.full(1, 1 + 1j)),
     "the shape (3, 1) for (3,)": Case(WIDE, lambda n: np.full((3, 1), n)),
+    "the shape (3, 2) for (2, 3)": Case(GRID, lambda n: np.arange(6.0).reshape(3, 2)),
+    "no observation: None": Case(FLOAT, lambda n: None),
     "an array of shape (1,) for Discrete": Case(spaces.Discrete(9), lambda n: np.array([n])),
     "a tuple of 3 for a Tuple of 2": Case(PAIR, lambda n: (n, n, n)),
     "the reward None": fitting(reward=None, shows="reward"),
     "the reward `'1.5'`, a text": fitting(reward="1.5", shows="reward"),
+    "a masked reward": fitting(reward=np.ma.array(7.0, mask=True), shows="reward"),
     "a reward of shape (1,)": fitting(reward=np.ones(1), shows="reward"),
     "a reward of shape (2,), without `reward_space`": fitting(reward=np.ones(2), shows="reward"),
     "a flag of shape (1,)": fitting(terminated=lambda n: np.array([n >= 2]), shows="terminated"),

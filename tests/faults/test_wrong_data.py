@@ -182,6 +182,75 @@ def test_an_unknown_check_is_refused():
         jaxvec.make(CountingEnv, 1, check="everything")
 
 
+class Odd(gymnasium.Env):
+    """Env 1 returns `values` as observation, reward and the info `score` of its first step."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, env_id, values, shape=(2, 4, 3)):
+        self.observation_space = spaces.Box(-np.inf, np.inf, shape, np.float32)
+        self._values = values if env_id == 1 else {}
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(self.observation_space.shape, np.float32), {}
+
+    def step(self, action):
+        obs = self._values.get("obs", np.zeros(self.observation_space.shape, np.float32))
+        return obs, self._values.get("reward", 0.0), False, False, {"score": self._values.get("score", 0.0)}
+
+
+MASKED = np.ma.array(7.0, mask=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (
+            {"obs": np.zeros((3, 2, 4))},
+            r"obs: expected shape \(2, 4, 3\), got \(3, 2, 4\); change the order of",
+        ),
+        ({"obs": np.zeros(24)}, r"obs: expected shape \(2, 4, 3\), got \(24,\); give a value of the space"),
+        ({"obs": None}, r"obs: expected float32, got None"),
+        ({"obs": np.full((2, 4, 3), None)}, r"obs: expected float32, got None"),
+        (
+            {"obs": np.ma.zeros((2, 4, 3)) + np.ma.masked},
+            "obs: got a masked array; give each",
+        ),
+        ({"reward": MASKED}, "reward: got a masked array"),
+        ({"reward": np.ma.masked}, "reward: got a masked array"),
+        ({"score": MASKED}, r"info\['score'\]: got a masked array"),
+    ],
+)
+def test_no_number_is_invented_by_a_cast(drive, values, text):
+    """NumPy's casts would scramble the axes, make NaN of `None`, and show the number under a mask."""
+    driver = drive(lambda env_id: Odd(env_id, values), check="cast", info={"score": float})
+    driver.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 1 .*step.*{text}"):
+        driver.step(0)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (2, 1, 3), (2, 3, 1)])
+def test_a_cast_adds_and_removes_axes_of_size_1(make, shape):
+    values = np.arange(6.0).reshape(shape)
+    envs = make(lambda env_id: Odd(env_id, {"obs": values}, (2, 3)), 2, backend="serial", check="cast")
+    envs.reset()
+    assert envs.step([0, 0]).obs[1].tolist() == values.reshape(2, 3).tolist()
+
+
+@pytest.mark.parametrize("envs_per_instance", [2, None])
+def test_a_masked_reward_of_a_batched_env_is_refused(make, envs_per_instance):
+    class Batch(gymnasium.vector.SyncVectorEnv):
+        def step(self, actions):
+            obs, reward, *rest = super().step(actions)
+            return obs, np.ma.array(reward, mask=[False, True]), *rest
+
+    batch = partial(Batch, [CountingEnv] * 2)
+    envs = make(batch, 2, envs_per_instance=2) if envs_per_instance else make(batch())
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match="reward: got a masked array"):
+        envs.step([0, 0])
+
+
 # --- Numbers out of the range of the stored dtype -----------------------------------------------
 
 

@@ -203,7 +203,9 @@ def test_of_a_class_only_a_parameter_that_means_the_index_is_filled(make, backen
 
     start = partial(make, num_envs=3, backend=backend)
     for env, missing in ((Trader, "fee"), (partial(Trader, env_id=1), "fee"), ([Trader] * 3, "fee")):
-        with pytest.raises(TypeError, match=rf"Trader.* requires the arguments \['{missing}'\]; pass them as"):
+        with pytest.raises(
+            TypeError, match=rf"Trader.* requires the arguments \['{missing}'\]; pass them as"
+        ):
             start(env)
     for env, missing in ((Named, "index"), (from_text, "level")):
         with pytest.raises(TypeError, match=rf"requires the arguments \['{missing}'\]"):
