@@ -25,6 +25,13 @@ else:  # workers import this module, and must not import JAX
     Array = TypeVar("Array")
 
 
+STATISTICS = ("env_id", "episode_return", "episode_length")
+# Keys of `info` that jaxvec adds. The others are declared, or their masks.
+ADDED_KEYS = frozenset(
+    {*STATISTICS, "fault", "idle", "final_obs", "_final_obs", "final_info", "reset_options", "_reset_options"}
+)
+
+
 class TimeStep(NamedTuple, Generic[Array]):
     """The batched result of a reset or a step, in Gymnasium's order.
 
@@ -41,7 +48,7 @@ class TimeStep(NamedTuple, Generic[Array]):
             dtype of reward) and `episode_length` (int32) belong to the episode that just ended, or else to
             the running one. Same-step autoreset adds `final_obs`, zero except where an episode ended, and its
             mask `_final_obs`. Each declared key has a mask. With same-step autoreset, `final_info` has the
-            same keys and masks, for the steps that ended an episode. `fault` (bool, with
+            same keys and masks, for the steps that ended an episode; `last_info` chooses. `fault` (bool, with
             `on_fault="restart"` or `Workers(recycle=...)`) marks steps cut short by a fault or a new worker.
             `idle` (bool, with `autoreset_mode="EPISODIC"`) marks idle envs. `reset_options`, if declared, has
             the options that started the episode of `obs`, with a mask.
@@ -84,13 +91,54 @@ class TimeStep(NamedTuple, Generic[Array]):
         info = self.info or {}
         if missing := [key for key in ("final_obs", "_final_obs") if key not in info]:
             raise ValueError(_NO_LAST_OBS.format(missing=" and ".join(missing)))
-        return select(info["_final_obs"], info["final_obs"], self.obs, "obs")
+        return select(info["_final_obs"], info["final_obs"], self.obs, "last_obs: obs")
+
+    @property
+    def last_info(self) -> dict[str, Any]:
+        """Declared infos of the step itself, also where the env has been reset since.
+
+        It has the declared keys of `info` and their masks, in every autoreset mode; none if `make` got no
+        `info`. So `timestep.last_info["score"]` is the score of the episode where `timestep.done`. Where
+        `info["fault"]` cut the step, the masks are False. Without `final_obs`, read it before you replace
+        `terminated` or `truncated`.
+
+        Raises:
+            ValueError: The keys of `info` were replaced, or their arrays by others.
+
+        Example:
+            ```python
+            options = {"episode_length": 1, "info": {"steps": int}}
+            with jaxvec.make(jaxvec.testing.CountingEnv, 2, **options) as envs:
+                envs.reset(seed=0)
+                timestep = envs.step([0, 0])
+                print(timestep.info["steps"], timestep.last_info["steps"])  # [0 0] [1 1]
+            ```
+        """
+        info = self.info or {}
+        final = info.get("final_info", {})
+        # Programs may add keys, but without masks.
+        keys = [sorted(key for key in part if f"_{key}" in part) for part in (_declared(info), final)]
+        if keys[0] != keys[1]:
+            raise ValueError(_OTHER_KEYS.format(*keys))
+        if not final:
+            return {}
+        mask = info.get("_final_obs")
+        ended = self.done if mask is None else mask
+        return select(ended, final, {key: info[key] for key in final}, "last_info: info")
 
 
 _NO_LAST_OBS = (
     "last_obs: this time step has no {missing} in its info. Make the pool with final_obs=True, which is the "
     "default, and read last_obs before you replace the info; change time steps by timestep._replace(...)"
 )
+_OTHER_KEYS = (
+    "last_info: info has the declared keys {}, but final_info has {}; read last_info before you replace the "
+    "info, or keep both"
+)
+
+
+def _declared(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in info.items() if key not in ADDED_KEYS}
 
 
 class LastObsTimeStep(TimeStep[Array]):
@@ -101,6 +149,10 @@ class LastObsTimeStep(TimeStep[Array]):
     @property
     def last_obs(self) -> Any:
         return self.obs
+
+    @property
+    def last_info(self) -> dict[str, Any]:
+        return _declared(self.info or {})
 
 
 def select(ended: Any, final: Any, new: Any, name: str) -> Any:
@@ -121,8 +173,8 @@ def _select_leaf(ended: Any, final: Any, new: Any, name: str) -> Any:
     kinds = [(getattr(value, "dtype", type(value).__name__), np.shape(value)) for value in (final, new)]
     if kinds[0] != kinds[1] or not hasattr(new, "dtype"):
         raise ValueError(
-            f"last_obs: {name} is {kinds[1]}, but its final value {kinds[0]}; read last_obs before you "
-            "replace obs or info, and apply the same function to it"
+            f"{name} is {kinds[1]}, but its final value {kinds[0]}; read last_obs and last_info before you "
+            "replace obs or info, and apply the same function to them"
         )
     others = [value for value in (ended, final, new) if not isinstance(value, np.ndarray | np.generic)]
     numpy: Any = others[0].__array_namespace__() if others else np  # without an import of JAX

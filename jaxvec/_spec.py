@@ -35,12 +35,10 @@ from jaxvec._leaves import (
     move,
     walk,
 )
-from jaxvec._results import LastObsTimeStep, TimeStep
+from jaxvec._results import ADDED_KEYS, STATISTICS, LastObsTimeStep, TimeStep
 
-STATISTICS = ("env_id", "episode_return", "episode_length")
 _OPTIONS = "reset_options"
 _HAS_OPTIONS = Leaf((f"_{_OPTIONS}",), (), np.dtype(np.bool_), np.dtype(np.bool_))
-_RESERVED = ("final_obs", "_final_obs", "final_info", "fault", "idle")
 
 
 class Autoreset(Enum):
@@ -247,8 +245,6 @@ def make_spec(
     options = None
     if reset_options is not None:
         options = walk(reset_options, root=(_OPTIONS,), policy=policy, sizes=sizes)
-        if taken := {_OPTIONS, *_HAS_OPTIONS.path} & {*declared_node.keys}:
-            raise ValueError(f"info: {sorted(taken)} are filled in by jaxvec; remove them, or reset_options")
         fields[_OPTIONS] = move(options, ("info", _OPTIONS))
         fields[f"_{_OPTIONS}"] = move(_HAS_OPTIONS, ("info", *_HAS_OPTIONS.path))
     fields |= zip(declared_node.keys, declared_node.children, strict=True)
@@ -281,7 +277,7 @@ def declared_leaves(
     children: list[Node] = []
     for key, declaration in declared.items():
         mask = f"_{key}"
-        if {key, mask} & {*STATISTICS, *_RESERVED, *keys}:
+        if {key, mask} & {*ADDED_KEYS, *keys}:
             raise ValueError(f"info: the key {key!r} is reserved by jaxvec or duplicated; rename it")
         keys += [key, mask]
         children += [

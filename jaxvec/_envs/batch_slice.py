@@ -186,7 +186,13 @@ class BatchSlice(Slice):
             for leaf in (self._spec.reward, self._spec.info.child("episode_return")):
                 self._arrays[leaf.path][reset] = 0
             with self._error_context(which, "reset"):
+                # The infos of a masked reset lack those of the other envs, whose rows must not change.
+                others = rows.start + np.flatnonzero(~chosen)
+                columns = [self._arrays[leaf.path] for leaf in leaves(self._spec.declared)]
+                values_of_others = [column[others] for column in columns]
                 self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
+                for column, values in zip(columns, values_of_others, strict=True):
+                    column[others] = values
             self._stats[_stats.RESETS] += int(chosen.sum())
             self._stats[_stats.RESET_NS] += monotonic_ns() - started
         self._running[0] = 0

@@ -14,8 +14,7 @@ from jaxvec import _start
 from jaxvec._errors import EnvError
 from jaxvec._leaves import as_is
 from jaxvec._options import AutoresetName, PoolConfig, Timeouts
-from jaxvec._results import TimeStep, select
-from jaxvec._spec import STATISTICS
+from jaxvec._results import STATISTICS, TimeStep
 from jaxvec._vector_env import VectorEnv
 
 
@@ -82,11 +81,9 @@ def pop_final_obs(timestep: TimeStep[Any]) -> tuple[dict[str, Any], Any]:
 
 
 def merge_final_info(timestep: TimeStep[Any]) -> TimeStep[Any]:
-    """Replaces the declared keys of info by those of `final_info` where an episode has ended."""
-    info = dict(timestep.info)
-    final = info.pop("final_info", {})
-    new = {key: info[key] for key in final}
-    info |= select(timestep.done, final, new, "info")
+    """Replaces the declared keys of info by those of `last_info`."""
+    info = timestep.info | timestep.last_info
+    info.pop("final_info", None)
     return timestep._replace(info=info)
 
 

@@ -27,6 +27,7 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._results import TimeStep
 from jaxvec._util import import_optional
 from jaxvec.callbacks._handle import Handle
+from jaxvec.compat._base import merge_final_info
 from jaxvec.compat._family import EnvFamily, PooledEnv
 
 __all__ = ["Env", "make", "wrap"]
@@ -76,7 +77,7 @@ class Env(PooledEnv):
         Returns:
             The state, with float32 `reward` and `done`, and without `pipeline_state` and `metrics`. `info`
             has `handle`, so each state can be stepped once, and `env`: a dict of `terminated`, `truncated`
-            and the keys of `jaxvec.TimeStep.info`.
+            and the keys of `jaxvec.TimeStep.info`, declared ones as in `last_info`.
 
         Raises:
             JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of
@@ -223,7 +224,7 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
 
 def _fields(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
     """Returns the fields of a state that change in each step."""
-    obs, reward, terminated, truncated, info = timestep
+    obs, reward, terminated, truncated, info = merge_final_info(timestep)
     return {
         "obs": obs,
         "reward": reward.astype(np.float32),

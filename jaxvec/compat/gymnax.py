@@ -158,9 +158,9 @@ class Environment(PooledEnv):
             `(obs, state, reward, done, info)`, or with `num_returns=6`
             `(obs, state, reward, terminated, truncated, info)`. Where an episode has ended, the observation
             is the first one of the next episode. `info` is a new dict: `discount` (0 where terminated),
-            `terminated`, `truncated`, `env_id`, the declared keys, and `episode_return` and
-            `episode_length` of the ended episode, otherwise of the running one. With `final_obs`,
-            `final_observation` is the observation that the env returned before its reset.
+            `terminated`, `truncated`, `env_id`, the declared keys of the step itself, and
+            `episode_return` and `episode_length` of the ended episode, otherwise of the running one. With
+            `final_obs`, `final_observation` is the observation that the env returned before its reset.
 
         Raises:
             JaxvecError: see `jaxvec.step`.
@@ -173,7 +173,7 @@ class Environment(PooledEnv):
         handle, timestep = self._family.step(state.handle, action, reset_options=options)
         obs, reward, terminated, truncated, _ = timestep
         done = timestep.done
-        info, last_obs = _base.pop_final_obs(timestep)
+        info, last_obs = _base.pop_final_obs(_base.merge_final_info(timestep))
         if last_obs is not None:
             info["final_observation"] = last_obs
         info |= {"terminated": terminated, "truncated": truncated, "discount": timestep.discount}

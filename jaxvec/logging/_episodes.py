@@ -58,12 +58,12 @@ class Episodes(NamedTuple):
                 a reset with a mask, which repeats the latest results of the other envs.
 
         Raises:
-            ValueError: An info is not declared, or is not one number per env.
+            ValueError: An info is not declared, or is not one number per env; or see `TimeStep.last_info`.
         """
         done = timestep.terminated | timestep.truncated
         for mark in ("idle", "fault"):
             done = done & ~jnp.asarray(timestep.info.get(mark, False))
-        ends: dict[str, Any] = {**timestep.info, **timestep.info.get("final_info", {})}
+        ends: dict[str, Any] = {**timestep.info, **timestep.last_info}
         window = next(iter(self.last.values())).size
         rank = jnp.cumsum(done.reshape(-1))  # from 1, among the episodes that ended
         newest = done.reshape(-1) & (rank > rank[-1] - window)

@@ -79,7 +79,7 @@ class BoxEnv(CountingEnv):
 
 
 def test_without_brax_a_state_is_like_brax_s(make, no_brax):
-    env = make(partial(CountingEnv, 2))
+    env = make(partial(CountingEnv, 2), info={"steps": int})
     assert type(env) is face.Env
     state = jax.jit(env.reset)(KEY)
     assert isinstance(state, face.State)
@@ -95,6 +95,7 @@ def test_without_brax_a_state_is_like_brax_s(make, no_brax):
     info = state.info["env"]
     assert info["final_obs"].tolist() == [1, 2, 2, 7]
     assert (info["episode_return"], info["terminated"], info["truncated"]) == (3, True, False)
+    assert (info["steps"], info["_steps"], "final_info" in info) == (2, True, False)  # of the step itself
     with pytest.raises(ImportError, match="brax"):
         face.wrap(env)
 

@@ -153,6 +153,18 @@ def test_infos_are_fresh_dicts_with_the_declared_keys(make):
     assert (first["steps"], second["steps"], second["steps"].shape) == (1, 2, ())
 
 
+@pytest.mark.parametrize("num_returns", [5, 6])
+def test_at_an_end_declared_infos_are_those_of_the_step(make, num_returns):
+    env = make(partial(CountingEnv, 2), info={"steps": int}, num_returns=num_returns)
+    infos = []
+    _, state = env.reset(KEY)
+    for _ in range(4):
+        _, state, *_, info = jax.jit(env.step)(KEY, state, 0)
+        infos.append(info)
+    assert [(int(info["steps"]), bool(info["_steps"])) for info in infos] == [(n, True) for n in (1, 2, 3, 4)]
+    assert "final_info" not in info
+
+
 def test_nested_spaces_are_pytrees(make):
     env = make(NestedEnv, num_returns=6)
     obs, state = reset(env, jax.random.split(KEY, 2))

@@ -293,6 +293,7 @@ BAD = [
     ((CountingEnv, 2), {"info": {None: float}}, TypeError, "info: the key None is no str"),
     ((CountingEnv, 2), {"info": ["lives"]}, TypeError, "first reset returned no 'lives', only"),
     ((CountingEnv, 2), {"info": {"env_id": int}}, ValueError, "'env_id' is reserved"),
+    ((CountingEnv, 2), {"info": {"reset_options": int}}, ValueError, "'reset_options' is reserved"),
     ((CountingEnv, 2), {"info": {"x": "what?"}}, TypeError, "can't read a shape and dtype"),
     ((CountingEnv, 2), {"info": {"x": str}}, TypeError, "can't be an array inside jax.jit"),
     ((lambda: 3, 2), {}, jaxvec.EnvError, "expected a gymnasium.Env, got int"),

@@ -140,13 +140,29 @@ SPARSE = {
 }
 
 
+INFO_WAYS = {
+    "ffi": {},
+    "io_callback": {"transport": "io_callback"},
+    "portable": {"dispatch": "portable"},
+    "serial": {"backend": "serial", "num_workers": 1},
+    "host": {},
+    "batched": {"num_workers": 1},
+}
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize("way", INFO_WAYS)
 @modes
-def test_declared_info_equals_gymnasiums_infos_and_masks(make, mode):
+def test_declared_info_equals_gymnasiums_infos_and_masks(make, mode, way):
     env_fns = [partial(SparseInfoEnv, i) for i in range(4)]
     actions, raw = sample_actions(env_fns, 100)
     declarations = SPARSE | {"lives": int, "where": (np.float64, (2,))}  # dtypes do as well as spaces
-    envs = make(env_fns, num_workers=2, autoreset_mode=mode, info=declarations)
-    got = rollout(envs, actions)
+    options = {"num_workers": 2, "info": declarations} | INFO_WAYS[way]
+    if way == "batched":
+        envs = make(SyncVectorEnv(env_fns, autoreset_mode=mode), **options)
+    else:
+        envs = make(env_fns, autoreset_mode=mode, **options)
+    got = host_loop(envs, raw, 100) if way == "host" else rollout(envs, actions)
     assert assert_same(got, oracle_steps(env_fns, mode, raw, 100, SPARSE)) >= 60
     masks = np.stack([timestep.info[f"_{key}"] for timestep in got for key in SPARSE])
     assert masks.any(axis=0).all()
@@ -301,6 +317,43 @@ def test_last_obs_without_final_obs_is_an_error(make):
     made = jaxvec.TimeStep(timestep.obs, timestep.reward, timestep.terminated, timestep.truncated, {})
     with pytest.raises(ValueError, match="has no final_obs"):
         made.last_obs  # noqa: B018
+
+
+def test_last_info_without_final_obs_or_declared_keys(make):
+    env_fns = [partial(SparseInfoEnv, i) for i in range(3)]
+    pools = [make(env_fns, num_workers=1, info=SPARSE, final_obs=final_obs) for final_obs in (True, False)]
+    handles = [jaxvec.reset(envs, seed=SEED)[0] for envs in pools]
+    # In the second, no other result is read.
+    play = jax.jit(
+        lambda handle: jax.lax.scan(
+            lambda handle, _: (lambda handle, timestep: (handle, timestep.last_info))(
+                *jaxvec.step(handle, jnp.zeros(3, int))
+            ),
+            handle,
+            length=20,
+        )[1]
+    )
+    jax.tree.map(np.testing.assert_array_equal, *map(play, handles))
+    timestep = pools[1].step([0, 0, 0])
+    assert timestep.last_info.keys() == timestep.info["final_info"].keys()
+    for mode in ("SAME_STEP", "NEXT_STEP", "EPISODIC"):
+        envs = make("CartPole-v1", 2, backend="serial", autoreset_mode=mode, on_fault="restart")
+        assert envs.reset(seed=0).last_info == envs.step([0, 1]).last_info == {}
+
+
+def test_last_info_of_a_replaced_info_is_an_error(make):
+    envs = make(partial(SparseInfoEnv, 0), 2, num_workers=1, info=SPARSE)
+    timestep = envs.reset(seed=0)
+    info = timestep.info
+    for name in ("final_info", "lives", "_lives"):
+        kept = {key: value for key, value in info.items() if key != name}
+        with pytest.raises(ValueError, match="last_info: info has the declared keys .*, but final_info"):
+            timestep._replace(info=kept).last_info  # noqa: B018
+    with pytest.raises(ValueError, match=r"last_info: info\['lives'\] is .*float64"):
+        timestep._replace(info={**info, "lives": info["lives"] / 2}).last_info  # noqa: B018
+    added = timestep._replace(info={**info, "mine": 1}, obs=None, terminated=None)
+    jax.tree.map(np.testing.assert_array_equal, added.last_info, timestep.last_info)
+    assert timestep._replace(info={}).last_info == timestep._replace(info=None).last_info == {}
 
 
 class Pair(NamedTuple):

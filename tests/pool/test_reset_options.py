@@ -489,7 +489,7 @@ def test_wrong_options_name_the_leaf(make):
             {"reset_options": spaces.Dict({"name": spaces.Sequence(spaces.Text(3))})},
             r"reset_options\['name'\]: Sequence",
         ),
-        ({"info": {"reset_options": int}}, "filled in by jaxvec"),
+        ({"info": {"reset_options": int}}, "'reset_options' is reserved"),
     ],
 )
 def test_what_can_not_go_with_declared_options(make, kwargs, match):

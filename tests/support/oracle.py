@@ -105,7 +105,10 @@ def declared(infos, keys, n):
 
 
 def rollout(envs, actions):
-    """Returns the results of one jitted scan: of the reset, each step and each masked reset."""
+    """Returns the results of one jitted scan: of the reset, each step and each masked reset.
+
+    Fails unless `last_info` is the same in the program, of each step, as afterwards of all of them.
+    """
     disabled = envs.autoreset_mode is AutoresetMode.DISABLED
 
     @jax.jit
@@ -114,19 +117,20 @@ def rollout(envs, actions):
             handle, timestep = jaxvec.step(handle, action)
             over = timestep.terminated | timestep.truncated
             if not disabled:
-                return handle, (timestep, timestep)
+                return handle, (timestep, timestep, timestep.last_info)
             handle, after = jax.lax.cond(
                 over.any(),
                 lambda handle: jaxvec.reset(handle, mask=over),
                 lambda handle: (handle, timestep),
                 handle,
             )
-            return handle, (timestep, after)
+            return handle, (timestep, after, timestep.last_info)
 
         return jax.lax.scan(body, handle, actions)
 
     handle, first = jaxvec.reset(envs, seed=SEED)
-    _, (stepped, after) = jax.tree.map(np.asarray, run(handle, actions))
+    _, (stepped, after, last_infos) = jax.tree.map(np.asarray, run(handle, actions))
+    jax.tree.map(np.testing.assert_array_equal, stepped.last_info, last_infos)
     got = [jax.tree.map(np.asarray, first)]
     for t in range(len(stepped.reward)):
         got.append(jax.tree.map(lambda leaf, t=t: leaf[t], stepped))
@@ -146,7 +150,10 @@ def host_loop(envs, actions, num_steps):
 
 
 def assert_same(got, oracle):
-    """Compares structure, dtype, shape and bits of every leaf; returns how many episodes ended."""
+    """Compares structure, dtype, shape and bits of every leaf, also of `last_info`.
+
+    Returns how many episodes ended.
+    """
     ended, before = 0, None
     for index, (actual, (expected, mask)) in enumerate(zip(got, oracle, strict=True)):
         expected = canonical(expected)
@@ -156,7 +163,8 @@ def assert_same(got, oracle):
             fresh = {key: expected.info[key] for key in kept}
             expected.info.update(jax.tree.map(partial(merge, mask), fresh, kept))
         assert jax.tree.structure(actual) == jax.tree.structure(expected)
-        leaves, expected_leaves = (jax.tree_util.tree_leaves_with_path(tree) for tree in (actual, expected))
+        trees = (actual, actual.last_info), (expected, last_info(expected))
+        leaves, expected_leaves = map(jax.tree_util.tree_leaves_with_path, trees)
         for (path, leaf), (_, expected_leaf) in zip(leaves, expected_leaves, strict=True):
             where = f"result {index}{jax.tree_util.keystr(path)}"
             assert (leaf.dtype, leaf.shape) == (expected_leaf.dtype, expected_leaf.shape), where
@@ -164,6 +172,14 @@ def assert_same(got, oracle):
         ended += int((actual.terminated | actual.truncated).sum())
         before = actual
     return ended
+
+
+def last_info(expected):
+    """Returns the infos of the step itself, from the leaves that Gymnasium has given."""
+    ended = expected.terminated | expected.truncated
+    keys = expected.info.keys() - {*STATISTICS, "final_obs", "_final_obs", "final_info"}
+    info = {key: expected.info[key] for key in keys}
+    return jax.tree.map(partial(merge, ended), expected.info.get("final_info", info), info)
 
 
 def merge(mask, fresh, kept):

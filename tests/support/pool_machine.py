@@ -414,7 +414,9 @@ class PoolMachine(RuleBasedStateMachine):
             if same_step:
                 expected["final_obs"] = zeros if row.final_obs is None else row.final_obs
                 expected["_final_obs"] = row.final_obs is not None
-            found = {**timestep._asdict(), **timestep.info}
+            last_info = row.info if row.final_obs is None else row.final_info
+            expected["last_info"] = {"lives": last_info.get("lives", 0), "_lives": "lives" in last_info}
+            found = {**timestep._asdict(), **timestep.info, "last_info": timestep.last_info}
             del found["info"]
             assert found.keys() == expected.keys()
             found = jax.tree.map(lambda leaf, place=place: np.asarray(leaf)[place], found)
