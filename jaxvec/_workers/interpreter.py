@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import gymnasium
 
@@ -58,7 +59,17 @@ class Interpreter:
             )
         # For the first imports. A worker then applies the program's sys.path and PYTHONPATH.
         path = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
-        return [sys.executable, "-u", "-P", str(Path(lifeline.__file__))], {**env, "PYTHONPATH": path}
+        command = [sys.executable, *_flags(), "-u", "-P", str(Path(lifeline.__file__))]
+        return command, {**env, "PYTHONPATH": path}
+
+
+def _flags() -> list[str]:
+    """Returns the flags of this interpreter, such as `-O`, `-W error` and `-X dev`, for another one.
+
+    Without those that would ignore PYTHONPATH.
+    """
+    flags = cast("list[str]", subprocess._args_from_interpreter_flags())  # pyright: ignore
+    return [flag for flag in flags if flag not in ("-E", "-I")]
 
 
 def _roots() -> list[str]:

@@ -11,11 +11,13 @@ Then it closes its envs and sends `Retired`.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -57,10 +59,16 @@ class WorkerRecipe:
 # --- Messages on the control socket, in the order in which they are first sent ---------------------------
 
 
+# An entry of `warnings.filters`, with module and name of its category, which a worker may not have imported.
+WarningFilter: TypeAlias = tuple[str, Any, str, str, Any, int]
+
+
 @dataclass(frozen=True)
 class Setup:
     """Request of the parent to build envs."""
 
+    argv: list[str]  # of the program, whose options an env may read
+    warning_filters: list[WarningFilter]
     sys_path: list[str]
     python_path: str | None
     interpreter: Interpreter
@@ -190,6 +198,11 @@ def make_setup(
         large if buffers is not None and interpreter.is_own else None,
     )
     return Setup(
+        argv=list(sys.argv),
+        warning_filters=[
+            (action, message, category.__module__, category.__qualname__, module, line)
+            for action, message, category, module, line in warnings.filters
+        ],
         sys_path=interpreter.sys_path(),
         python_path=(os.environ if interpreter.is_own else config.workers.env).get("PYTHONPATH"),
         interpreter=interpreter,

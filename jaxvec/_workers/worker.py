@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -38,7 +39,17 @@ from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
 from jaxvec._workers import stacks
 from jaxvec._workers.output import tag_lines
-from jaxvec._workers.protocol import Attach, Built, Closed, Ready, Reply, Request, Retired, Setup
+from jaxvec._workers.protocol import (
+    Attach,
+    Built,
+    Closed,
+    Ready,
+    Reply,
+    Request,
+    Retired,
+    Setup,
+    WarningFilter,
+)
 
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
@@ -86,6 +97,8 @@ def run_worker(channel: Channel) -> None:
         if config.workers.pin:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[setup.worker % len(cores)]})
+        sys.argv[:] = setup.argv
+        _filter_warnings(setup.warning_filters)
         # The path of the parent, in place of the one that starts an interpreter.
         sys.path[:] = [*(() if setup.interpreter.is_own else sys.path), *setup.sys_path]
         if setup.python_path is None:
@@ -138,6 +151,15 @@ def run_worker(channel: Channel) -> None:
                     close_envs([*envs, *spares], setup.first, size, report_closed)
                 if retires:  # last, since the parent then ends this process
                     channel.send(Retired())
+
+
+def _filter_warnings(filters: Sequence[WarningFilter]) -> None:
+    """Replaces the filters of warnings, except those for categories of modules that are not imported here."""
+    warnings.resetwarnings()
+    for action, message, module_of_category, name, module, line in filters:
+        category = getattr(sys.modules.get(module_of_category), name, None)
+        if category is not None:
+            warnings.filters.append((action, message, category, module, line))  # pyright: ignore
 
 
 def _serve(channel: Channel, make_slice: Callable[..., Slice], slots_running: list[NDArray[Any]]) -> bool:

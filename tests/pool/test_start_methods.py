@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import select
@@ -22,6 +23,7 @@ from support import probe
 from support.disasters import PATIENCE, Background, wait_until_dead
 from support.probe import fork as _fork
 from support.probe import fork_servers, forkserver
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -58,6 +60,65 @@ def ask(make, expression, method="forkserver", num_envs=1, **options):
 def server():
     """Returns the one fork server that the latest pool has."""
     return psutil.Process(list(_fork._servers.values())[-1].pid)
+
+
+# --- What a worker has of the program -----------------------------------------------------------
+
+
+PROGRAM = """
+import json, sys, warnings
+import gymnasium
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def facts(self):
+        try:
+            warnings.warn("odd", FutureWarning)
+        except FutureWarning:
+            raised = True
+        else:
+            raised = False
+        filters = [(*entry[:2], entry[2].__name__, *entry[3:]) for entry in warnings.filters]
+        flags = sys.flags.optimize, sys.flags.dev_mode, sys.warnoptions
+        return sys.argv, __debug__, *flags, raised, repr(filters)
+
+warnings.filterwarnings("error", category=FutureWarning)
+warnings.filterwarnings("ignore", message="[a-z]+ numbers", module="my_.*")
+workers = jaxvec.Workers(start_method=sys.argv[2])
+with jaxvec.make(Env, 1, workers=workers) as envs:
+    print(json.dumps([envs.call("facts")[0], Env().facts()]))
+"""
+
+
+@methods
+def test_arguments_flags_and_warning_filters_are_those_of_the_program(method):
+    """As multiprocessing passes them: an env may read them, or behave differently under `-O`."""
+    flags = ["-O", "-X", "dev", "-W", "error::ImportWarning"]
+    run = run_python(*flags, "-c", PROGRAM, "--method", method, "--level", "7")
+    assert run.returncode == 0, run.stderr
+    of_worker, of_program = json.loads(run.stdout)
+    assert of_worker == of_program
+    argv, debug, optimize, dev_mode, warn_options, raised, _ = of_worker
+    assert argv == ["-c", "--method", method, "--level", "7"]
+    assert (debug, optimize, dev_mode, raised) == (False, 1, True, True)
+    assert "error::ImportWarning" in warn_options
+
+
+def test_an_edited_module_is_preloaded_again(make, tmp_path, monkeypatch):
+    """Also one that a preloaded module imports."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "edited_outer.py").write_text("from edited_inner import LEVEL")
+    inner = tmp_path / "edited_inner.py"
+    inner.write_text("LEVEL = 1")
+    level = "sys.modules['edited_outer'].LEVEL, os.getppid()"
+    options = {"preload": ["edited_outer"]}
+    (before, first_server), *_ = ask(make, level, **options)
+    assert ask(make, level, **options) == [(1, first_server)]
+    inner.write_text("LEVEL = 200")
+    ((after, second_server),) = ask(make, level, **options)
+    assert (before, after) == (1, 200)
+    assert ask(make, level, **options) == [(200, second_server)]
 
 
 # --- What a worker runs first -------------------------------------------------------------------
