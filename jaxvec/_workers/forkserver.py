@@ -18,7 +18,9 @@ import signal
 import socket
 import struct
 import sys
+import sysconfig
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +120,7 @@ class _Server:
         requests.set_inheritable(False)
         self._program = os.pidfd_open(program)  # alive, or the lifeline would have killed this process
         self._workers: dict[int, int] = {}  # process ids, by the program's numbers
+        self._files: dict[str, int | None] = {}  # written when, of preloaded modules that are not installed
         self._refusal = self._import(pickle.loads(requests.recv(_MAX_MESSAGE)))
         self._helpers = _children()  # processes that the imports have started
         _adopt_orphans()
@@ -151,6 +154,7 @@ class _Server:
     def _import(self, imports: Imports) -> Exception | None:
         """Imports the preloaded modules. Returns the error with which every fork is refused, if any."""
         own_path = list(sys.path)
+        own_modules = {*sys.modules}
         sys.path[:] = [*(own_path if imports.own_path else ()), *imports.sys_path]
         for module in imports.modules:
             try:
@@ -158,6 +162,7 @@ class _Server:
             except BaseException as error:
                 return ImportError(f"preload: {module!r} can't be imported: {type(error).__name__}: {error}")
         sys.path[:] = own_path
+        self._files = _written_times(sys.modules.keys() - own_modules)
         os.chdir("/")  # so that the current directory can be unmounted
         gc.collect()
         gc.freeze()  # otherwise a collection in a worker writes to, and so copies, the shared memory pages
@@ -175,6 +180,8 @@ class _Server:
         try:
             if self._refusal is not None:
                 raise self._refusal
+            if any(_written_at(file) != written for file, written in self._files.items()):
+                raise ConnectionError("a preloaded module was edited")  # the program starts a new server
             pid = os.fork()
         except Exception as error:
             answer = Refused(error)
@@ -213,7 +220,7 @@ class _Server:
             sys.exit()
         inherited.apply()
         importlib.invalidate_caches()  # modules may have been installed since the server's start
-        np.random.seed()  # every fork has the server's state; `random` reseeds itself after a fork
+        _reseed()
         multiprocessing.current_process().authkey = os.urandom(32)
 
     def _reap(self, number: int) -> None:
@@ -250,6 +257,28 @@ class _Server:
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+
+
+def _written_times(modules: Iterable[str]) -> dict[str, int | None]:
+    """Returns when the files of modules were written, in ns, except those of installed packages."""
+    paths = sysconfig.get_paths()
+    installed = (paths["stdlib"], paths["purelib"], paths["platlib"])
+    files = [getattr(sys.modules[module], "__file__", None) for module in modules]
+    return {file: _written_at(file) for file in files if file and not file.startswith(installed)}
+
+
+def _written_at(file: str) -> int | None:
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _reseed() -> None:
+    """Gives this fork random numbers of its own; `random` reseeds itself after a fork."""
+    np.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:  # preloaded
+        torch.default_generator.seed()
 
 
 def _children() -> set[int]:

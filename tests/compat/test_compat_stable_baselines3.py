@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import warnings
 from functools import partial
@@ -275,6 +276,27 @@ def test_ppo_trains(library):
     assert len(model.ep_info_buffer) > 3  # of the Monitors in the workers
     assert evaluate_policy(model, envs, n_eval_episodes=2)[0] > 5
     envs.close()
+
+
+class NoisyEnv(CountingEnv):
+    """Its reward is a random number of torch, and the action 9 ends its process."""
+
+    def step(self, action):
+        if action == 9:
+            os._exit(1)
+        obs, _, *rest = super().step(action)
+        return obs, importlib.import_module("torch").randn(1).item(), *rest
+
+
+def test_preloaded_torch_has_other_random_numbers_in_each_worker_and_replacement():
+    workers = jaxvec.Workers(preload=["torch"])
+    with jaxvec.make(NoisyEnv, 4, num_workers=4, workers=workers, on_fault="restart") as envs:
+        envs.reset()
+        rewards = [envs.step([0] * 4).reward.tolist() for _ in range(3)]
+        envs.step([0, 9, 0, 0])
+        rewards += [envs.step([0] * 4).reward.tolist() for _ in range(3)]
+    numbers = {reward for row in rewards for reward in row}
+    assert len(numbers) == 24
 
 
 class CameraEnv(CountingEnv):
