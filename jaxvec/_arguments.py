@@ -55,10 +55,10 @@ def check_seeds(seeds: NDArray[np.int64]) -> None:
         raise ValueError(_out_of_range(int(seeds[wrong[0]]), int(wrong[0])))
 
 
-def check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_] | None:
+def check_mask(mask: Any, num_envs: int, as_array: Callable[[Any], Any] = np.asarray) -> Any:
     if mask is None:
         return None
-    mask = np.asarray(mask)
+    mask = as_array(mask)
     if mask.dtype != np.bool_ or mask.shape != (num_envs,):
         raise ValueError(f"mask must be bool of shape ({num_envs},), got {mask.dtype} of shape {mask.shape}")
     return mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 __all__ = [
@@ -41,15 +42,8 @@ class JaxvecError(Exception):
 
     def __reduce__(self) -> Any:
         # Errors are sent between processes, for example by Ray Tune. The default would call `__init__` with
-        # `args` only, without its keyword arguments.
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(cls: type[JaxvecError], args: tuple[Any, ...], attributes: dict[str, Any]) -> JaxvecError:
-    error = cls.__new__(cls)
-    error.args = args
-    error.__dict__.update(attributes)
-    return error
+        # `args` only, without its keyword arguments; `__newobj__` calls `__new__` alone.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 # --- Errors of the caller: nothing was stepped, and the pool stays usable -----------------------

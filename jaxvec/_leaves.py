@@ -304,7 +304,12 @@ def walk(
             case _:
                 node = None if sizes is None else _padded(space, path, policy, sizes)
                 if node is None:
-                    raise UnsupportedSpaceError(_unsupported(space, path))
+                    raise UnsupportedSpaceError(
+                        f"{format_path(path)}: {type(space).__name__} has no fixed shape and dtype, so it "
+                        "can't be an array inside jax.jit; wrap the env so that this leaf is a Box, "
+                        "Discrete, MultiDiscrete or MultiBinary (gymnasium.ObservationWrapper, "
+                        "gymnasium.ActionWrapper), or drop the leaf there"
+                    )
                 return node
 
     def dict_node(children: dict[Any, Node], path: KeyPath) -> Node:
@@ -520,20 +525,3 @@ def _check_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: Key
             f"{format_path(root)}: values from {low} to {high} don't fit into {stored}, the dtype in which "
             'JAX stores them; call jax.config.update("jax_enable_x64", True) before jaxvec.make'
         )
-
-
-def _unsupported(space: object, root: KeyPath) -> str:
-    match space:
-        case spaces.Text():
-            advice = "encode the text as a fixed-length array of integers in a wrapper"
-        case spaces.Graph() | spaces.Sequence():
-            advice = "pad it to a fixed size, with a mask, in a wrapper"
-        case spaces.OneOf():
-            advice = "use a Tuple of a Discrete choice and every alternative in a wrapper"
-        case _:
-            advice = "wrap the env so that this leaf is a Box, Discrete, MultiDiscrete or MultiBinary"
-    return (
-        f"{format_path(root)}: {type(space).__name__} has no fixed shape and dtype, so it can't be an "
-        f"array inside jax.jit; {advice} (gymnasium.ObservationWrapper, gymnasium.ActionWrapper), or "
-        "drop the leaf there"
-    )

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxvec._util import Pickler
+from jaxvec._util import Pickler, dumps
 
 # Packages that every worker imports. Annotations that name others are left alone.
 _PACKAGES = {*sys.stdlib_module_names, "numpy", "gymnasium"}
@@ -44,9 +44,7 @@ class WorkerPickler(Pickler):
 
 def dumps_for_worker(value: Any) -> bytes:
     """Pickles a value of the program for workers, without arrays of JAX. `pickle.loads` reads it."""
-    buffer = io.BytesIO()
-    WorkerPickler(buffer).dump(value)
-    return buffer.getvalue()
+    return dumps(value, WorkerPickler)
 
 
 MIN_LARGE = 1 << 20  # bytes of a large buffer
@@ -83,9 +81,7 @@ def dumps_with_main(value: Any, large: list[pickle.PickleBuffer] | None = None) 
 
 
 def _dump(value: Any, main: ModuleType, in_hints: set[str], keeps: Any = None) -> bytes:
-    buffer = io.BytesIO()
-    _MainPickler(buffer, main, in_hints, keeps).dump(value)
-    return buffer.getvalue()
+    return dumps(value, lambda buffer: _MainPickler(buffer, main, in_hints, keeps))
 
 
 class _MainPickler(WorkerPickler):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,8 +42,7 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 class Config:
     """Settings for tests and bug reports. `jaxvec.config` holds those of this process.
 
-    A pool reads them when it is made. The initial values come from the environment variables
-    `JAXVEC_TRANSPORT`, `JAXVEC_DISPATCH` and `JAXVEC_WRAPPER_BYPASS` (`true` or `false`).
+    A pool reads them when it is made.
 
     Attributes:
         transport: Transport of compiled programs to the pool: `"ffi"` on the CPU and on NVIDIA GPUs, without
@@ -87,15 +85,4 @@ class Config:
             vars(self).update(before)
 
 
-def _from_environ() -> Config:
-    chosen: dict[str, Any] = {}
-    for name, allowed in _SETTINGS.items():
-        variable = f"JAXVEC_{name.upper()}"
-        if text := os.environ.get(variable, "").lower():
-            values = {str(value).lower(): value for value in allowed}
-            check_choice(variable, text, tuple(values))
-            chosen[name] = values[text]
-    return Config(**chosen)
-
-
-config: Config = _from_environ()
+config: Config = Config()

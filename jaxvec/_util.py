@@ -244,17 +244,6 @@ _CLOUDPICKLE_TABLE: Any = cloudpickle.Pickler.dispatch_table
 _private: Any = cloudpickle.cloudpickle  # its registry of classes that were pickled by value
 
 
-def dumps(value: Any) -> bytes:
-    """Pickles a value with cloudpickle, and keeps the file names of its code. `pickle.loads` reads it.
-
-    A traceback from a worker shows source lines by these names. cloudpickle 3.1.3 and later replaces them
-    with `<dynamic-code>`.
-    """
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     construct, args = _CLOUDPICKLE_TABLE[CodeType](code)
     return _code_of_file, (construct, args, code.co_filename, sys.version_info[:2])
@@ -292,6 +281,17 @@ class Pickler(cloudpickle.Pickler):
             make, args, state, *_, set_state = reduced
             return _make_class, (make, *args), (set_state, state), None, None, _complete_class
         return reduced
+
+
+def dumps(value: Any, make_pickler: Callable[[io.BytesIO], cloudpickle.Pickler] = Pickler) -> bytes:
+    """Pickles a value with cloudpickle, and keeps the file names of its code. `pickle.loads` reads it.
+
+    A traceback from a worker shows source lines by these names. cloudpickle 3.1.3 and later replaces them
+    with `<dynamic-code>`.
+    """
+    buffer = io.BytesIO()
+    make_pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 _incomplete: set[type] = set()  # classes that were made here and whose attributes are not set yet

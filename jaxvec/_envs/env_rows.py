@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -130,36 +131,28 @@ class EnvRows:
         self._raw_info[:] = InfoKind.EMPTY
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of the last step or reset
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
-        self._wrong_actions: dict[int, ActionError] = {}
         self.given: dict[int, Any] | None = None  # the next actions by index, if they are Python objects
 
-    def actions(self, indices: list[int], rows: Index) -> list[Any]:
+    def actions(self, indices: list[int], rows: Index) -> tuple[list[Any], dict[int, ActionError]]:
         """Returns the next action of each env. `rows` are `indices` in the form of an array index.
 
-        The action is `None` for those of `take_wrong_actions`.
+        The second result has the errors of padded actions that are invalid, by index. They are `None`.
         """
         given = self.given
         self.given = None
         if given is not None:
-            return [given[index] for index in indices]
-        try:
-            return list(self._read_actions(rows))
-        except ActionError:
-            return [self._try_action(index) for index in indices]
-
-    def take_wrong_actions(self) -> dict[int, ActionError]:
-        """Returns the errors of padded actions that the last `actions` found to be invalid, by index."""
-        wrong = self._wrong_actions
-        self._wrong_actions = {}
-        return wrong
-
-    def _try_action(self, index: int) -> Any:
-        try:
-            (action,) = self._read_actions(np.array([index]))
-        except ActionError as error:
-            self._wrong_actions[index] = error.with_traceback(None)
-            return None
-        return action
+            return [given[index] for index in indices], {}
+        with suppress(ActionError):
+            return list(self._read_actions(rows)), {}
+        actions: list[Any] = []
+        wrong: dict[int, ActionError] = {}
+        for index in indices:
+            try:
+                actions += self._read_actions(np.array([index]))
+            except ActionError as error:
+                actions.append(None)
+                wrong[index] = error.with_traceback(None)
+        return actions, wrong
 
     def obs(self, index: int) -> Any:
         (obs,) = self._read_obs(np.array([index]))

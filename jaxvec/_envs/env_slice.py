@@ -41,7 +41,8 @@ from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedR
 from jaxvec._envs.slice import Done, Slice, SlotSettings
 from jaxvec._envs.slice_extension import SliceExtension
 from jaxvec._envs.slot_envs import SlotEnvs
-from jaxvec._leaves import KeyPath, padded_nodes
+from jaxvec._errors import ActionError
+from jaxvec._leaves import KeyPath
 from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
 from jaxvec._options import PoolConfig
@@ -124,7 +125,6 @@ class EnvSlice(Slice):
             rebuilt=left,
             lends=lends,
         )
-        self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
         self._reward_shape = spec.reward.shape
         self._strict = config.strict
         self._run = self._step_one
@@ -192,10 +192,13 @@ class EnvSlice(Slice):
         _, indices, rows = self._selection
         if self._delivered is not None:
             self._delivered.keep(slots - self.first)
-        actions = self.rows.actions(indices, rows)
+        actions, wrong = self.rows.actions(indices, rows)
         self.running[0] = self.first + indices[0] + 1
         try:
-            self._step_slots(indices, actions, after)
+            if wrong:
+                self._step_until_wrong(indices, actions, after, wrong)
+            else:
+                self._step_each(indices, actions, after)
         except BaseException as error:
             if forked:  # the worker may be at another env by now
                 end_forks(" or ".join(map(str, slots)), "step")
@@ -254,10 +257,13 @@ class EnvSlice(Slice):
                 after(index)
 
     def _step_until_wrong(
-        self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None
+        self,
+        indices: list[int],
+        actions: list[Any],
+        after: Callable[[int], None] | None,
+        wrong: Mapping[int, ActionError],
     ) -> None:
-        """Steps the envs before the first invalid action, and raises its error."""
-        wrong = self.rows.take_wrong_actions()
+        """Steps the envs before the first invalid action that is needed, and raises its error."""
         state = self.episodes.state
         needed = (place for place, index in enumerate(indices) if index in wrong and state[index] <= MARKED)
         place = next(needed, len(indices))

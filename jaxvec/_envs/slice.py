@@ -104,7 +104,9 @@ class Slice(ABC):
     in_program: bool = False  # whether the envs are in the program's process, whose forks lack its threads
     extensions: Sequence[SliceExtension] = ()
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}  # of the extensions
-    find_retirement: Callable[[], Retirement | None] | None = None  # of the last extension that has one
+    # Of the last extension that has one, see there.
+    prepare: Callable[[], bool] | None = None
+    find_retirement: Callable[[], Retirement | None] | None = None
     recorder: SpanRecorder | None = None  # `None` while no trace is recorded
     _trace: Trace | None = None  # of the last trace
     _options: Options = None  # of resets that the program requests
@@ -125,6 +127,7 @@ class Slice(ABC):
         self.extensions = extensions
         self.verbs = merge(extension.verbs for extension in extensions)
         for extension in extensions:
+            self.prepare = extension.prepare or self.prepare
             self.find_retirement = extension.find_retirement or self.find_retirement
 
     def perform(self, verb: Verb, slots: NDArray[Any]) -> None:
@@ -132,15 +135,6 @@ class Slice(ABC):
         if verb not in self.verbs:
             raise NotImplementedError(f"no extension of the pool performs {verb.word}")
         self.verbs[verb](slots)
-
-    @property
-    def can_prepare(self) -> bool:
-        """True if `prepare` would do something."""
-        return bool(self.extensions) and any(extension.can_prepare for extension in self.extensions)
-
-    def prepare(self) -> None:
-        """Does a piece of work for later, in idle time."""
-        next(extension for extension in self.extensions if extension.can_prepare).prepare()
 
     @abstractmethod
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:

@@ -31,6 +31,7 @@ class SliceExtension:
             program requests again.
         autoreset: Resets the env at an index when its episode has ended, and returns the result. It may
             replace the env before.
+        prepare: Does a piece of work for later, in idle time. Returns False if there is none.
         find_retirement: Called by a worker process between requests; returns a `Retirement` if a new process
             should replace this one. Then running episodes are cut, as after a fault. It needs
             `Extension.retires_workers`.
@@ -38,6 +39,7 @@ class SliceExtension:
 
     verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}
     autoreset: Callable[[int], Any] | None = None
+    prepare: Callable[[], bool] | None = None
     find_retirement: Callable[[], Retirement | None] | None = None
 
     def env_built(self, index: int) -> None:
@@ -45,14 +47,6 @@ class SliceExtension:
 
     def env_reset(self, index: int, seed: int | None) -> None:
         """Notes that the program has reset the env at `index`, with this seed."""
-
-    @property
-    def can_prepare(self) -> bool:
-        """True if there is work for idle time."""
-        return False
-
-    def prepare(self) -> None:
-        """Does a piece of that work."""
 
     def close(self) -> None:
         """Closes envs that the extension has built for itself."""

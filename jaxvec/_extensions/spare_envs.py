@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxvec._arguments import derive_seeds
-from jaxvec._envs.envs import Env
 from jaxvec._envs.slice_extension import SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays
@@ -63,6 +62,7 @@ class SliceSpares(SliceExtension):
         self._resets = deque(Spare() for _ in self._envs)
         self._used = False  # True after the first reset of an env in a slot; no seed is known earlier
         self.autoreset = self._swap
+        self.prepare = self._prepare
         if self._slots.rebuilt:
             self.env_reset(0, self._slots.next_seed(0))
 
@@ -75,25 +75,17 @@ class SliceSpares(SliceExtension):
                 spare.failed = False
         self._used = True
 
-    def _unready(self) -> tuple[Env, Spare] | None:
-        """Returns the next env to reset in advance."""
-        pairs = zip(self._envs, self._resets, strict=True)
-        unready = (pair for pair in pairs if pair[1].result is None and not pair[1].failed)
-        return next(unready, None) if self._used else None
-
-    @property
-    def can_prepare(self) -> bool:
-        return self._unready() is not None
-
-    def prepare(self) -> None:
-        if (found := self._unready()) is None:
-            return
-        env, spare = found
-        with span(self._slice.recorder, "reset a spare env"):
-            try:
-                spare.result = self._slots.call_reset(env, 0, spare.seed, spare.options)
-            except BaseException:
-                spare.failed = True
+    def _prepare(self) -> bool:
+        """Resets the next env in advance."""
+        for env, spare in zip(self._envs, self._resets, strict=True):
+            if self._used and spare.result is None and not spare.failed:
+                with span(self._slice.recorder, "reset a spare env"):
+                    try:
+                        spare.result = self._slots.call_reset(env, 0, spare.seed, spare.options)
+                    except BaseException:
+                        spare.failed = True
+                return True
+        return False
 
     def _swap(self, index: int) -> Any:
         """Puts the first spare env into a slot, and returns the result of its reset."""

@@ -203,12 +203,13 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], slots_running: li
         if replaces is not None:
             stats[REPLACED] += 1
         channel.send(Reply(dumps(None)))
+        prepare = env_slice.prepare
         find_retirement = env_slice.find_retirement
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
         while True:
-            while env_slice.can_prepare and end.idle():
-                env_slice.prepare()
+            while prepare is not None and end.idle() and prepare():
+                pass
             start = monotonic_ns()
             if find_retirement is not None and (retirement := find_retirement()) is not None:
                 _report(channel, end, env_slice, retirement)  # after the answer, no request is pending

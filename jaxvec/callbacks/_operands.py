@@ -63,7 +63,7 @@ def seed_words(seed: Any, num_envs: int) -> jax.Array:
         # 31 bits: some simulators take their seed as a C int.
         seed = jax.random.bits(seed, (num_envs,), np.uint32) >> 1
     if not isinstance(seed, Tracer):
-        seeds = expand_seeds(_to_host(seed), num_envs)
+        seeds = expand_seeds(np.asarray(seed) if isinstance(seed, jax.Array) else seed, num_envs)
         seeds = np.full(num_envs, NO_SEED) if seeds is None else seeds
         return jnp.asarray(seeds.astype("<i8").view("<u4").reshape(num_envs, 2))
     if not jnp.issubdtype(seed.dtype, np.integer) or seed.shape not in ((), (num_envs,)):
@@ -85,11 +85,7 @@ def seed_words(seed: Any, num_envs: int) -> jax.Array:
 def mask_array(mask: Any, num_envs: int) -> jax.Array:
     if mask is None:
         return jnp.ones(num_envs, np.bool_)
-    if not isinstance(mask, Tracer):
-        return jnp.asarray(check_mask(_to_host(mask), num_envs))
-    if mask.dtype != np.bool_ or mask.shape != (num_envs,):
-        raise ValueError(f"mask must be bool of shape ({num_envs},), got {mask.dtype} of shape {mask.shape}")
-    return mask
+    return check_mask(mask, num_envs, jnp.asarray)
 
 
 def _is_key(seed: Any, num_envs: int) -> bool:
@@ -104,7 +100,3 @@ def _is_key(seed: Any, num_envs: int) -> bool:
             "jax.random.key(...) or int32 seeds"
         )
     return raw
-
-
-def _to_host(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, jax.Array) else value

@@ -15,7 +15,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support import disasters, probe
-from support.probe import _settings, pool_of
+from support.probe import pool_of
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -356,17 +356,7 @@ def test_a_misspelt_option_is_not_passed_on_as_any_keyword(make):
     assert make(lambda **kwargs: Base(**kwargs), 1, env_configs=[{"num_worker": 3}]).get_attr("given") == (3,)
 
 
-def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch):
-    monkeypatch.setenv("JAXVEC_TRANSPORT", "IO_callback")
-    monkeypatch.setenv("JAXVEC_WRAPPER_BYPASS", "false")
-    settings = _settings._from_environ()
-    assert settings == _settings.Config("io_callback", "auto", wrapper_bypass=False)
-    monkeypatch.setenv("JAXVEC_DISPATCH", "pigeon")
-    with pytest.raises(
-        ValueError, match="JAXVEC_DISPATCH must be one of auto, native, portable, not 'pigeon'"
-    ):
-        _settings._from_environ()
-    monkeypatch.delenv("JAXVEC_DISPATCH")  # a new fork server reads it, too
+def test_config_is_read_by_each_make(make):
     with jaxvec.config.override(transport="io_callback"):
         envs = make(CountingEnv, 1)
     assert envs.transport == "io_callback" != jaxvec.make(CountingEnv, 1, backend="serial").transport

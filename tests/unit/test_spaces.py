@@ -373,20 +373,20 @@ class CustomSpace(spaces.Space):
 
 
 UNSUPPORTED = {
-    "Text": (spaces.Text(5), "encode"),
-    "Graph": (spaces.Graph(spaces.Box(-1, 1, (2,)), None), "pad"),
-    "Sequence": (spaces.Sequence(spaces.Discrete(3)), "pad"),
-    "OneOf": (spaces.OneOf([spaces.Discrete(3), spaces.Box(-1, 1, (2,))]), "Tuple"),
-    "CustomSpace": (CustomSpace((2,), np.float32), "Box, Discrete"),
+    "Text": spaces.Text(5),
+    "Graph": spaces.Graph(spaces.Box(-1, 1, (2,)), None),
+    "Sequence": spaces.Sequence(spaces.Discrete(3)),
+    "OneOf": spaces.OneOf([spaces.Discrete(3), spaces.Box(-1, 1, (2,))]),
+    "CustomSpace": CustomSpace((2,), np.float32),
 }
 
 
 @pytest.mark.parametrize("where", ["obs", "action"])
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_an_unsupported_space_is_named_by_its_path(kind, where):
-    bad, advice = UNSUPPORTED[kind]
+    bad = UNSUPPORTED[kind]
     deep = spaces.Dict({"a": spaces.Tuple((spaces.Discrete(2), bad)), "b": spaces.Discrete(2)})
-    match = rf"{where}\['a'\]\[1\]: {kind} .*{advice}"
+    match = rf"{where}\['a'\]\[1\]: {kind} .*Box, Discrete"
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=match):
         walk(deep, root=(where,), policy=as_is)
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=rf"^{where}: {kind} "):
