@@ -6,12 +6,16 @@ calls `send` for a step, with the GIL. The backend can't interrupt an env, so ti
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +39,50 @@ from jaxvec._workers.base import Check, WaitLimits, WorkerGroup
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import take_losses
 from jaxvec._workers.protocol import WorkerRecipe
+
+T = TypeVar("T")
+_SMALLEST_NORMAL = sys.float_info.min
+_libm = ctypes.CDLL(None)  # has `fegetenv` and `fesetenv` of <fenv.h>
+
+
+class _HostThread:
+    """The state of a thread on which all code of the envs runs, as in a loop on the host.
+
+    XLA flushes denormals while it runs a program, and runs parts of a large one in threads of its own. There,
+    envs get the floating-point state of the thread that made the pool, with its rounding, and the context
+    variables that it had in its latest call. These include the context of `decimal`, and NumPy's `errstate`.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._flushes = _flushes_denormals()
+        self._floats = _float_state()
+        self._context = copy_context()
+
+    def run(self, call: Callable[..., T], *args: Any) -> T:
+        """Calls a function in this state, and restores that of the calling thread."""
+        if threading.get_ident() == self._thread:
+            self._context = copy_context()
+            if self._flushes == _flushes_denormals():
+                return call(*args)
+        else:
+            call = partial(self._context.run, call)
+        floats = _float_state()
+        _libm.fesetenv(self._floats)
+        try:
+            return call(*args)
+        finally:
+            _libm.fesetenv(floats)
+
+
+def _float_state() -> Any:
+    state = ctypes.create_string_buffer(64)  # larger than any `fenv_t`
+    _libm.fegetenv(state)
+    return state
+
+
+def _flushes_denormals() -> bool:
+    return _SMALLEST_NORMAL * 0.5 == 0.0
 
 
 def _share(value: Any) -> Any:
@@ -75,6 +123,7 @@ class SerialWorkers(WorkerGroup):
         self.incarnations = [0]
         self.last_errors = [None]
         self.env_settings = None
+        self._host = _HostThread()
         if budget.policy is not None:
             self.env_settings = EnvSettings(_share if recipe.shares_values else copied)
         try:
@@ -117,12 +166,12 @@ class SerialWorkers(WorkerGroup):
             # For each new request number, the slice copies the received rows, which it repeats after a fault.
             self._requested[self._rows(slots)] += 1
         if verb not in (Verb.STEP, Verb.RESET):
-            self._slice.perform(verb, slots)
+            self._host.run(self._slice.perform, verb, slots)
             return
         move = self._slice.step if verb is Verb.STEP else self._slice.reset
         while slots.size:
             try:
-                move(slots)
+                self._host.run(move, slots)
                 return
             except EnvFailure as failure:
                 slots = np.setdiff1d(slots, failure.completed)
@@ -150,7 +199,7 @@ class SerialWorkers(WorkerGroup):
             return [None]
         try:
             with self._typed():
-                return [self._slice.answer(MethodName.of(method), *arguments_here)]
+                return [self._host.run(self._slice.answer, MethodName.of(method), *arguments_here)]
         except (EnvError, EnvStateError) as error:
             return [error]
 
@@ -176,7 +225,8 @@ class SerialWorkers(WorkerGroup):
             self._budget.spend(0, self._to_error(failure), losses)
             settings = known.of(slot) if rebuild and known is not None else None
             try:
-                self._slice.recover(failure, rebuild=rebuild, settings=settings)
+                recover = partial(self._slice.recover, rebuild=rebuild, settings=settings)
+                self._host.run(recover, failure)
             except EnvFailure as another:
                 failure = another
             else:

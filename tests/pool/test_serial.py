@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextvars
+import decimal
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 from support import probe
 from support.disasters import PATIENCE
 from support.probe import _ffi, _native
@@ -204,6 +209,71 @@ def test_threads_of_xla_keep_their_python_state(make):
     assert sum(map(len, seen.values())) == 40
     for counts in seen.values():
         assert counts == list(range(1, len(counts) + 1))
+
+
+number = contextvars.ContextVar("number", default=0)
+
+
+class StateEnv(gymnasium.Env):
+    """Observes the state of the thread that runs it, some of which its constructor sets, and its steps."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (5,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        decimal.getcontext().prec = 3
+        number.set(5)
+        self._steps = 0
+
+    def observe(self):
+        self._steps += 1
+        third = float(decimal.Decimal(1) / decimal.Decimal(3))
+        raises = np.geterr()["over"] == "raise"
+        has_denormals = sys.float_info.min / (1 + self._steps**0) > 0
+        return np.array([third, number.get(), self._steps, raises, has_denormals], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return self.observe(), {}
+
+    def step(self, action):
+        return self.observe(), 0.0, False, False, {}
+
+
+class StateBatch(gymnasium.vector.SyncVectorEnv):
+    def __init__(self):
+        super().__init__([StateEnv] * 2)
+
+
+@pytest.mark.parametrize("kind", ["single", "batched"])
+@pytest.mark.parametrize("size", [0, 40])
+@pytest.mark.parametrize("here", [True, False])
+def test_envs_have_the_thread_state_of_the_host_in_programs_of_every_size(serial, here, size, kind):
+    """XLA flushes denormals in a program, and runs parts of a large one in threads without the state."""
+
+    def run():
+        with np.errstate(over="raise"), ThreadPoolExecutor() as threads:
+            envs = serial(StateEnv, 2) if kind == "single" else make_batch()
+            handle, first = jaxvec.reset(envs)
+
+            @jax.jit
+            def program(handle, x):
+                products = [jnp.sin(x + i) @ x for i in range(size)]
+                handle, rows = jax.lax.scan(
+                    lambda handle, _: jaxvec.step(handle, jnp.zeros(2, int)), handle, length=3
+                )
+                return handle, rows.obs, sum(products, jnp.zeros(()))
+
+            arguments = handle, jnp.ones((300, 300))
+            result = program(*arguments) if here else threads.submit(program, *arguments).result(PATIENCE)
+            handle, rows, _ = result
+            return [first.obs, *rows, envs.step([0, 0]).obs]
+
+    def make_batch():
+        return serial(StateBatch, 2, envs_per_instance=2)
+
+    rows = np.array(contextvars.copy_context().run(run))
+    expected = [[0.333, 5, count, True, True] for count in range(1, 6)]
+    np.testing.assert_allclose(rows[:, 0], expected, rtol=1e-6)
 
 
 def test_batched_spaces_leave_the_spaces_of_the_env_unchanged(make):
