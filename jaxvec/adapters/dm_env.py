@@ -94,8 +94,8 @@ class DmEnv(Adapter):
     """A `dm_env.Environment` as a `gymnasium.Env`.
 
     An episode's last time step is `terminated` if its discount is 0, otherwise `truncated`. info has
-    `discount`, which is 1 after a reset, and `step_type`: 0, 1 or 2 for FIRST, MID or LAST. A pool with
-    same-step autoreset returns those of an episode's last step in `info["final_info"]`.
+    `discount`, which is 1 after a reset, and `step_type`: 0, 1 or 2 for FIRST, MID or LAST. Read those of an
+    episode's last step from `timestep.last_info`.
 
     dm_env has no seeds. `reset(seed=...)` uses the first of these methods that applies:
 

@@ -37,7 +37,8 @@ class MlAgentsEnv(Adapter):
     or a dict of both, `"continuous"` and `"discrete"`. Rewards are one vector `[behaviours * max_agents]`
     float32, behaviour by behaviour.
 
-    The env's own episode never ends; wrap the env in `TimeLimit` for an end. info has the ends of the agents'
+    The env's own episode never ends; wrap the env in `TimeLimit` for an end, and then read infos from
+    `timestep.last_info`. info has the ends of the agents'
     episodes, in arrays shaped like rewards: `terminated` and `interrupted` (by a step limit) bool, `agent_id`
     int32 with -1 for free places, and `group_reward` float32. After that step, the place has the agent's last
     observation, unless the next agent has taken it.

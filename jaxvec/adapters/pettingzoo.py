@@ -41,8 +41,8 @@ class PettingZooEnv(Adapter):
     `truncated` for the agents' episodes that this step ended, `alive` for the agents that are left, and
     `turn` for the agents that act in the next step. These are all that are alive, or one in a turn-based
     env. The env's episode is over when no agent is alive. It is `terminated` if all agents that
-    took part were, otherwise `truncated`. A pool with same-step autoreset returns the masks of an episode's
-    last step in `info["final_info"]`.
+    took part were, otherwise `truncated`. Read the masks of an episode's last step from
+    `timestep.last_info`.
 
     Example:
         ```python

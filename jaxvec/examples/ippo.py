@@ -189,11 +189,8 @@ class Agent:
             log_prob, _ = evaluate(logits, action)
             handle, timestep = jaxvec.step(handle, self.to_env(action))
             over, info = timestep.done, timestep.info
-            # At the end of an episode, the observations and masks are already those of the next episode.
-            terminated, truncated = (
-                jnp.where(over[:, None], info["final_info"][name], info[name])
-                for name in ("terminated", "truncated")
-            )
+            # At the end of an episode, `obs` and `info` are already those of the next episode.
+            terminated, truncated = (timestep.last_info[name] for name in ("terminated", "truncated"))
             next_raw, within = self.encode(timestep.obs), self.encode(timestep.last_obs)
             _, next_value = self.network.apply(state.params, normalize(within))
             ends = terminated, terminated | truncated | over[:, None]

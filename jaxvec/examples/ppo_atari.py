@@ -222,7 +222,7 @@ class Agent:
         # Only a truncated game, which is rare, needs the value of its last frame.
         final = lambda: self.network.apply(params, push(decision.frames, timestep.last_obs))[1]  # noqa: E731
         last = jax.lax.cond(truncated.any(), final, lambda: jnp.zeros_like(decision.value))
-        lost = jnp.where(game_over, info["final_info"]["lives"], info["lives"]) < decision.lives
+        lost = timestep.last_info["lives"] < decision.lives
         step = Steps(decision, last, jnp.sign(reward), terminated | lost, game_over | lost, game_over)
         return handle, Seen(info["env_id"], frames, info["lives"]), episodes.add(timestep), step
 

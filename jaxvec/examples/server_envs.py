@@ -2,7 +2,7 @@
 
 Each env has its own connection. One worker sends all actions, and then waits for all replies with
 asyncio. If an env exceeds its deadline, or the server dies, its episode ends as truncated, with
-`info["lost"]`. Its next reset connects again.
+`timestep.last_info["lost"]`. Its next reset connects again.
 
     python -m jaxvec.examples.server_envs                     # 256 envs of 50 ms
     python -m jaxvec.examples.server_envs --kill-server       # kill and restart the server in the middle

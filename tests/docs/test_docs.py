@@ -118,6 +118,30 @@ def test_every_python_block_is_looked_at(name):
     assert len(fences) == len(_BLOCK.findall(TEXTS[name]))
 
 
+# Infos that a program may read from `info`, where they are those of the next episode if one has ended.
+ADDED = {"env_id", "episode_return", "episode_length", "fault", "reset_options", "_reset_options"}
+FOR_THE_NEXT_ACTION = {"action_mask", "alive", "goal", "lives", "turn"}
+OTHER_APIS = {"elapsed_step"}
+
+
+def _codes() -> Iterator[tuple[str, str]]:
+    for name, text in TEXTS.items():
+        yield name, "".join(source for *_, source in _BLOCK.findall(text))
+    for path in sorted((ROOT / "jaxvec/examples").glob("*.py")):
+        yield path.name, path.read_text()
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        yield path.name, "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+@pytest.mark.parametrize(("name", "code"), [pytest.param(*code, id=code[0]) for code in _codes()])
+def test_infos_of_a_step_are_read_from_last_info(name, code):
+    """An info that is read at the end of an episode must be that of `last_info`; other keys are listed."""
+    lines = [line for line in code.splitlines() if "last_info" not in line]  # or it shows the difference
+    read = re.findall(r"""\binfo(?:\[|\.get\()["'](\w+)["'](?!\] =)""", "\n".join(lines))
+    assert {*read} - ADDED - FOR_THE_NEXT_ACTION - OTHER_APIS == set()
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_test_file_that_a_page_names_exists(name):
     named = re.findall(r"`((?:test_\w+|conftest)\.py)`", TEXTS[name])
