@@ -106,6 +106,7 @@ class Model:
             "episode_return": np.float32(self.episode[0]),
             "episode_length": self.episode[1],
             **_declared(info),
+            "last_info": _declared(final[1] if final else info),
         }
         if self.mode == "EPISODIC":
             self.row["idle"] = False
@@ -124,7 +125,7 @@ def _declared(info):
 
 def check(timestep, models, env_ids):
     """Compares every field of every row."""
-    found = {**timestep._asdict(), **timestep.info}
+    found = {**timestep._asdict(), **timestep.info, "last_info": timestep.last_info}
     del found["info"]
     expected = [model.row | {"env_id": env_id} for model, env_id in zip(models, env_ids, strict=True)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
