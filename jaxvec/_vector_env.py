@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from functools import wraps
 from pathlib import Path
@@ -641,8 +641,11 @@ class VectorEnv:
             timeout: Seconds for the envs' `close`, or `None` for no limit. In a broken pool at most one
                 second is allowed. With `backend="serial"` there is no limit.
 
+        It first waits for the programs that this thread has started, unless an exception is being handled.
+
         Raises:
             ValueError: `timeout` is negative. Nothing was closed.
+            JaxvecError: A program that was still running failed because of the pool, which is closed now.
 
         Example:
             ```python
@@ -655,7 +658,10 @@ class VectorEnv:
         """
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, or None, not {timeout!r}")
+        error = self._unseen_error() if sys.exc_info()[0] is None else None
         self._pool.close(timeout)
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Self:
         return self
@@ -663,14 +669,30 @@ class VectorEnv:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Closes the pool. If a program failed because of the pool, raises the typed error, not JAX's."""
         cause = self._pool.state.take_error()
-        self.close()
-        if cause is None:
-            return
-        # On a device, JAX may report a failed program only after this block.
-        late = kind is None and self._pool.state.errors_late
-        if late or (kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib")):
+        if kind is None:
+            # On a device, JAX may report a failed program only after this block.
+            cause = self._unseen_error() or (cause if self._pool.state.errors_late else None)
+        elif kind.__module__.partition(".")[0] not in ("jax", "jaxlib"):
+            cause = None
+        self._pool.close(timeout=5)
+        if cause is not None:
             # Shows the frames of the user's program, instead of the pool's frames and JAX's copy of the text.
             raise cause.with_traceback(trace) from cause.__cause__
+
+    def _unseen_error(self) -> BaseException | None:
+        """Waits for the programs that this thread has started; returns the pool's error if one fails now.
+
+        With several devices, or on a GPU, a program may still run when the call that started it has returned.
+        """
+        jax: Any = sys.modules.get("jax")
+        if jax is None or self.closed:
+            return None
+        self._pool.state.take_error()  # of an earlier program, whose result the caller had
+        with suppress(RuntimeError):  # of JAX, which has only the text of the error
+            jax.effects_barrier()
+        error = self._pool.state.take_error()
+        # Other devices may have met the broken pool after the error that broke it.
+        return error and (self._pool.state.broken_by or error)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self._pool.state.broken_by else "open"

@@ -29,9 +29,9 @@ from support.disasters import (
     wait_until_running,
     within,
 )
-from support.probe import dispatch, fork, pool_of
+from support.probe import _ffi, dispatch, fork, pool_of
 from support.probe import supervisor_module as supervisor
-from support.scripts import STEPPING, end, gone, read_pids, run_script
+from support.scripts import STEPPING, end, gone, read_pids, run_python, run_script
 
 import jaxvec
 from jaxvec.compat.gymnasium import AsyncVectorEnv
@@ -247,6 +247,62 @@ def time_flies(monkeypatch, tmp_path):
     flying = SimpleNamespace(monotonic=lambda: clock() + 1000 * (tmp_path / "closing").exists())
     for module in (supervisor, dispatch):
         monkeypatch.setattr(module, "time", flying)
+
+
+UNSEEN = """
+import sys, time
+from pathlib import Path
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+go, transport, end = Path(sys.argv[1]), *sys.argv[2:]
+
+class Env(CountingEnv):
+    def step(self, action):
+        deadline = time.monotonic() + 60
+        while not go.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self.env_id == 1:
+            raise ValueError("bad luck" if go.exists() else "the call has waited")
+        return super().step(action)
+
+    def __init__(self, env_id):
+        super().__init__()
+        self.env_id = env_id
+
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+program = jax.jit(jax.shard_map(jaxvec.step, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+with jaxvec.config.override(transport=transport):
+    envs = jaxvec.make(Env, 2, num_workers=2)
+try:
+    handle, _ = jaxvec.reset(envs)
+    action = jax.device_put(jnp.zeros(2, int), jax.sharding.NamedSharding(mesh, P("d")))
+    if end == "close":
+        result = program(handle, action)
+        go.touch()
+        envs.close()
+    else:
+        with envs:
+            result = program(handle, action)
+            go.touch()
+except jaxvec.EnvError as error:
+    print(error.env_id, error.__cause__, envs.closed)
+"""
+
+
+@pytest.mark.parametrize("end", ["with", "close"])
+@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+def test_the_error_of_a_program_that_nobody_waits_for_is_raised_at_the_end(tmp_path, transport, end):
+    """Over several devices, as on some GPU clients, the call of a program returns before the program ends."""
+    if transport == "ffi" and _ffi.reason_unavailable() is not None:
+        pytest.skip(_ffi.reason_unavailable())
+    run = run_python("-c", UNSEEN, tmp_path / "go", transport, end)
+    assert run.stdout == "1 bad luck True\n", run.stderr
 
 
 def test_envs_whose_close_takes_too_long_are_named(make, caplog, tmp_path, time_flies):
