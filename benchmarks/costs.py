@@ -46,7 +46,7 @@ def memory() -> dict[str, float]:
         with jaxvec.make(CARTPOLES.env_fns(), num_workers=2) as envs:
             envs.reset(seed=0)
             found["jaxvec worker with 32 CartPoles"] = _mean_pss(
-                worker.pid for worker in pool_of(envs).workers.supervisor.processes
+                worker.pid for worker in pool_of(envs).workers.supervisor.connections.processes
             )
             found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(pss(p.pid) for p in bare)
         with gymnasium_async(replace(CARTPOLES, num_envs=2)):

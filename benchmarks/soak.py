@@ -327,7 +327,7 @@ def run(config, seconds, mean, deaths):
                 if config.saves:
                     continue
                 tally.faults["SIGKILL from outside"] += 1
-                workers = pool_of(envs).workers.supervisor.processes
+                workers = pool_of(envs).workers.supervisor.connections.processes
                 with suppress(ProcessLookupError):  # the worker has exited already
                     os.kill(random.choice(workers).pid, signal.SIGKILL)
 

@@ -41,7 +41,8 @@ def memory(num_workers: int = 64) -> float:
     """Returns the mean proportional set size (PSS) of the workers of a pool, in megabytes."""
     with jaxvec.make("CartPole-v1", num_workers, num_workers=num_workers, timeouts=NO_LIMIT) as envs:
         envs.reset(seed=0)
-        return statistics.mean(pss(each.pid) for each in pool_of(envs).workers.supervisor.processes)
+        connections = pool_of(envs).workers.supervisor.connections
+        return statistics.mean(pss(process.pid) for process in connections.processes)
 
 
 def preload(env: str, modules: list[str], rounds: int) -> tuple[float, float]:

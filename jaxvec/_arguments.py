@@ -109,11 +109,9 @@ def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs
 
     The other envs keep their options, because an earlier reset of them may not have started yet.
     """
-    nothing = (None,) * num_envs
-    new_options = options or nothing
-    after = list(held or nothing)
+    after = list(held or (None,) * num_envs)
     for slot in slots.tolist():
-        after[slot] = new_options[slot]
+        after[slot] = options[slot] if options else None
     return None if all(env_options is None for env_options in after) else tuple(after)
 
 

@@ -380,15 +380,13 @@ class PoolConfig:
         object.__setattr__(self, "info", declarations(self.info))
         if self.max_sizes is not None:
             MaxSizes(self.max_sizes)  # raises if it is invalid
-        if self.num_workers is not None:
-            object.__setattr__(self, "num_workers", check_count("num_workers", self.num_workers, 1))
+        for name in ("num_workers", "envs_per_instance"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_count(name, getattr(self, name), 1))
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
             object.__setattr__(self, "states", States(check_count("states", self.states, 0)))
         check_choice("recv_order", self.recv_order, get_args(RecvOrder))
         check_choice("check", self.check, get_args(CheckMode))
-        if self.envs_per_instance is not None:
-            size = check_count("envs_per_instance", self.envs_per_instance, 1)
-            object.__setattr__(self, "envs_per_instance", size)
         object.__setattr__(self, "spare_envs", check_count("spare_envs", self.spare_envs, 0))
         autoreset = self.autoreset
         restart = self.restart

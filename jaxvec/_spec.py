@@ -181,13 +181,10 @@ class PoolSpec:
         places = {leaf.path: place for place, leaf in enumerate(self.timestep_leaves)}
         return tuple(builder(node, places) for node in self.timestep)
 
-    @cached_property
-    def _timestep_type(self) -> type[TimeStep[Any]]:
-        return TimeStep if self.autoreset is Autoreset.SAME_STEP else LastObsTimeStep
-
     def build_timestep(self, rows: Sequence[Any]) -> TimeStep[Any]:
         """Builds a `TimeStep` from one array per leaf of `timestep_leaves`, in their order."""
-        return self._timestep_type(*[build(rows) for build in self._builders])
+        timestep_type = TimeStep if self.autoreset is Autoreset.SAME_STEP else LastObsTimeStep
+        return timestep_type(*[build(rows) for build in self._builders])
 
 
 def make_spec(

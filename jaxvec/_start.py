@@ -82,7 +82,9 @@ def start(
     backend = _choose_backend(config.backend)
     backend.check(config)
     interpreter.check(config)
-    num_workers = _num_workers(backend, config, num_envs // (size or 1))
+    num_instances = num_envs // (size or 1)
+    num_workers = config.num_workers or backend.num_workers(num_instances, config.timeouts.start)
+    check_count("num_workers", num_workers, 1, num_instances)
     slices = split_evenly(num_envs, num_workers, size or 1)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
     env_fns = [interpreter.adapt(env_fn) for env_fn in env_fns]
@@ -174,13 +176,6 @@ def _choose_backend(backend: Any) -> Backend:
     if backend == "serial":
         return SerialBackend()
     raise ValueError(f'backend must be "process", "serial", or a jaxvec.Backend, not {backend!r}')
-
-
-def _num_workers(backend: Backend, config: PoolConfig, num_instances: int) -> int:
-    num_workers = config.num_workers
-    if num_workers is None:
-        return backend.num_workers(num_instances, config.timeouts.start)
-    return check_count("num_workers", num_workers, 1, num_instances)
 
 
 def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:

@@ -83,20 +83,14 @@ class RecordedEnv:
         # A fault may replace the env, so each call looks it up in `envs`.
         self._envs = envs
         self._place = place
-        self._add = recorder.add
+        self._recorder = recorder
         self._step = f"step {name}"
         self._reset = f"reset {name}"
 
     def step(self, action: Any) -> Any:
-        began = monotonic_ns()
-        try:
+        with self._recorder.span(self._step):
             return self._envs[self._place].step(action)
-        finally:
-            self._add(self._step, began)
 
     def reset(self, **kwargs: Any) -> Any:
-        began = monotonic_ns()
-        try:
+        with self._recorder.span(self._reset):
             return self._envs[self._place].reset(**kwargs)
-        finally:
-            self._add(self._reset, began)

@@ -25,8 +25,7 @@ import jaxvec
 
 pytest.register_assert_rewrite("support")
 from support import disasters, scripts  # noqa: E402
-from support.probe import fork, lifeline, native_engine, process, usable_cores  # noqa: E402
-from support.probe import supervisor_module as supervisor  # noqa: E402
+from support.probe import connections, fork, lifeline, native_engine, process, usable_cores  # noqa: E402
 
 # No time limits, as the machine may be busy.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -220,15 +219,15 @@ def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
 def _workers_save_coverage() -> None:
     """Waits for workers to exit before they are killed, if coverage is measured, as they save it at exit."""
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
-        dismiss = supervisor.Supervisor._dismiss
+        dismiss = connections.Connections._dismiss
 
-        def dismiss_and_wait(self: supervisor.Supervisor, timeout: float | None, *, tell: bool) -> None:
+        def dismiss_and_wait(self: connections.Connections, timeout: float | None, *, tell: bool) -> None:
             deadline = time.monotonic() + (5 if timeout is None else min(timeout, 5))
             dismiss(self, timeout, tell=tell)
             for process in self.processes:
                 process.wait(max(0, deadline - time.monotonic()))
 
-        supervisor.Supervisor._dismiss = dismiss_and_wait
+        connections.Connections._dismiss = dismiss_and_wait
 
 
 @pytest.fixture

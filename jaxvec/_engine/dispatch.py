@@ -125,9 +125,6 @@ class ParentDispatch(Slots, ABC):
     def notify_worker(self, worker: int) -> None:
         """Wakes a worker to read its control socket, if it does not wait there."""
 
-    def notify_parent(self) -> None:
-        """Ends a `wait` in another thread, if that does not wait at the sockets."""
-
 
 class WorkerDispatch(Slots, ABC):
     """A worker's end of the dispatch."""
@@ -154,9 +151,6 @@ class WorkerDispatch(Slots, ABC):
 
     def notify_parent(self) -> None:
         """Wakes the parent to read its control sockets, if it does not wait there."""
-
-    def notify_worker(self) -> None:
-        """Wakes `receive`, in another thread, to read the control socket, if it does not wait there."""
 
     @abstractmethod
     def receive_message(self) -> Any:

@@ -55,9 +55,6 @@ class NativeParentDispatch(ParentDispatch):
     def notify_worker(self, worker: int) -> None:
         self._native_end.notify_worker(worker)
 
-    def notify_parent(self) -> None:
-        self._native_end.notify_parent()
-
     def close(self) -> None:
         super().close()
         self._native_end.close()
@@ -103,9 +100,6 @@ class NativeWorkerDispatch(WorkerDispatch):
         message = self._channel.receive()
         self._worker.mark_notice_seen()  # the notice of this message
         return message
-
-    def notify_worker(self) -> None:
-        self._worker.notify_worker()
 
     def notify_parent(self) -> None:
         self._worker.notify_parent()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,7 @@ class Pinned:
     """Page-locked memory, which stays mapped until `close`."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
+        """Page-locks memory; raises `PinningError`."""
         self._driver = _Driver.open(_LIBRARY)
         self._memory: NDArray[np.uint8] | None = memory  # until `close`
         with self._driver.context():
@@ -39,16 +40,9 @@ class Pinned:
         self._memory = None
         if memory is None:
             return
-        try:
-            with self._driver.context():
-                self._driver.call("cuMemHostUnregister", memory.ctypes.data)
-        except PinningError:
-            pass  # the driver has shut down, or its device has failed: no GPU copies any more
-
-
-def pin(memory: NDArray[np.uint8]) -> Pinned:
-    """Page-locks memory; raises `PinningError`."""
-    return Pinned(memory)
+        # Raised if the driver has shut down, or its device has failed: no GPU copies any more.
+        with suppress(PinningError), self._driver.context():
+            self._driver.call("cuMemHostUnregister", memory.ctypes.data)
 
 
 @contextmanager
@@ -61,7 +55,7 @@ def context() -> Generator[None]:
 def reason_unavailable() -> str | None:
     """Page-locks one page as a test; returns the error's text, or `None`."""
     try:
-        pin(np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)).close()
+        Pinned(np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)).close()
     except PinningError as error:
         return str(error)
     return None

@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from jaxvec import _native
 from jaxvec._arguments import find_first
 from jaxvec._errors import ActionError
-from jaxvec._leaves import DictNode, KeyPath, Leaf, Node, PaddedNode, TupleNode, format_path, leaves
+from jaxvec._leaves import (
+    DictNode,
+    KeyPath,
+    Leaf,
+    Node,
+    PaddedNode,
+    Padding,
+    TupleNode,
+    format_path,
+    leaves,
+)
 from jaxvec._memory.segment import Arrays
 
 # --- Writing and reading values --------------------------------------------------------------------------
@@ -85,7 +95,7 @@ def reader(
         if stored:
             read_parts = reader(node.as_stored, arrays, stored=True)
             return lambda index: map(PaddedValue, read_parts(index))
-        read = _padded_reader(node, arrays)
+        read = _READERS[node.kind](node, arrays)
         return lambda index: map(read, _slots(index))
     if isinstance(node, Leaf):
         array = arrays[node.path]
@@ -327,15 +337,7 @@ class PaddedValue(dict[str, Any]):
 
 def _padded_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     write_stored = writer(node.as_stored, arrays)
-    match node.kind:
-        case "text":
-            write_value = _text_writer(node, arrays)
-        case "graph":
-            write_value = _graph_writer(node, arrays, check)
-        case "one_of":
-            write_value = _choice_writer(node, arrays, check)
-        case _:
-            write_value = _sequence_writer(node, arrays, check)
+    write_value = _WRITERS[node.kind](node, arrays, check)
 
     def write(slot: int, value: Any) -> None:
         (write_stored if value.__class__ is PaddedValue else write_value)(slot, value)
@@ -346,18 +348,6 @@ def _padded_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     item = None if node.item is None else writer(node.item, _item_rows(node, arrays), check=check)
     parts = tuple(arrays[leaf.path] for leaf in leaves(node.children[0]))
     return _native.ext.padded_writer(write, item, arrays[(*node.path, "length")], parts)
-
-
-def _padded_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], Any]:
-    match node.kind:
-        case "text":
-            return _text_reader(node, arrays)
-        case "graph":
-            return _graph_reader(node, arrays)
-        case "one_of":
-            return _choice_reader(node, arrays)
-        case _:
-            return _sequence_reader(node, arrays)
 
 
 def _max_size(node: Node, arrays: Arrays) -> int:
@@ -372,28 +362,21 @@ def _fitter(
     most = _max_size(node.child(part) if part else node.children[0], arrays)
     sizes = arrays[(*node.path, size)]
     cuts = arrays.get((*node.path, "cut"))
+    keeps_mark = size == "n_edge"  # of the same graph's nodes, which are written before
 
     def fit(slot: int, count: int) -> int:
-        if count > most:
-            if cuts is None:
-                where = format_path((*node.path, part) if part else node.path)
-                raise InvalidValue(
-                    f"{where}: its size is {count}, and its maximum {most}; raise that in "
-                    "make(max_sizes={path: n}), or pass jaxvec.spaces.Cut(n)"
-                )
-            cuts[slot] = True
-            count = most
-        sizes[slot] = count
-        return count
+        if cuts is not None:
+            cuts[slot] = count > most or (keeps_mark and cuts[slot])
+        elif count > most:
+            where = format_path((*node.path, part) if part else node.path)
+            raise InvalidValue(
+                f"{where}: its size is {count}, and its maximum {most}; raise that in "
+                "make(max_sizes={path: n}), or pass jaxvec.spaces.Cut(n)"
+            )
+        sizes[slot] = min(count, most)
+        return min(count, most)
 
-    if cuts is None:
-        return fit
-
-    def fit_first(slot: int, count: int) -> int:
-        cuts[slot] = False
-        return fit(slot, count)
-
-    return fit if size == "n_edge" else fit_first
+    return fit
 
 
 def _sizer(node: PaddedNode, arrays: Arrays, part: str, size: str) -> Callable[[int], int]:
@@ -416,7 +399,7 @@ def _encoding(chars: NDArray[Any]) -> tuple[str, str]:
     return f"utf-32-{sys.byteorder[0]}e", "surrogatepass"
 
 
-def _text_writer(node: PaddedNode, arrays: Arrays) -> Write:
+def _text_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     chars = arrays[(*node.path, "chars")]
     fit = _fitter(node, arrays)
     encoding = _encoding(chars)
@@ -470,25 +453,19 @@ def _sequence_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     most = _max_size(node.child("items"), arrays)
     parts = [arrays[leaf.path] for leaf in leaves(node.child("items"))]
     write_item = writer(item, _item_rows(node, arrays), check=check)
-    stacked = node.kind == "stacked"
-    is_array = stacked and isinstance(item, Leaf)
-    write_rows = _rows_writer(node.child("items"), parts[0], check) if is_array else None
 
     def write(slot: int, value: Any) -> None:
-        if stacked:
+        if node.kind == "stacked":
             value = _unstack(item, value)
         elif not isinstance(value, (tuple, list)):
             raise InvalidValue(
                 f"{format_path(node.path)}: expected a tuple, got {type(value).__name__}; {_SPACE}"
             )
         count = fit(slot, len(value))
-        if write_rows is not None:
-            return write_rows(slot, np.asarray(value[:count]))
         for row, item_value in enumerate(value[:count], slot * most):
             write_item(row, item_value)
         for part in parts:
             part[slot, count:] = 0
-        return None
 
     return write
 
@@ -637,3 +614,19 @@ def _choice_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], tuple[An
         return np.int64(index), value
 
     return read
+
+
+_WRITERS: dict[Padding, Callable[[PaddedNode, Arrays, str], Write]] = {
+    "text": _text_writer,
+    "sequence": _sequence_writer,
+    "stacked": _sequence_writer,
+    "graph": _graph_writer,
+    "one_of": _choice_writer,
+}
+_READERS: dict[Padding, Callable[[PaddedNode, Arrays], Callable[[int], Any]]] = {
+    "text": _text_reader,
+    "sequence": _sequence_reader,
+    "stacked": _sequence_reader,
+    "graph": _graph_reader,
+    "one_of": _choice_reader,
+}

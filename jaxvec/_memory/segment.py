@@ -193,7 +193,8 @@ _DENIED = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOPNOTSU
 def create_segment(layout: Layout) -> int:
     """Creates zeroed shared memory; returns its file descriptor, which is not inheritable.
 
-    The pages of the first part are allocated now.
+    The pages of the first part are allocated now. Those of the second are allocated when they are touched,
+    which can then kill the process.
 
     Raises:
         MemoryError: The first part is larger than the free memory.

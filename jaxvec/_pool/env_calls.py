@@ -19,7 +19,7 @@ from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.slice import Arguments
 from jaxvec._memory.segment import InfoKind, known
 from jaxvec._pool.state import PoolState
-from jaxvec._workers.base import WorkerGroup
+from jaxvec._workers.base import WorkerGroup, for_slots
 from jaxvec._workers.diagnosis import check_all
 
 
@@ -56,15 +56,11 @@ class EnvCalls:
             kinds = self._raw_info[slots]
             infos = dict(zip(slots.tolist(), known(kinds.tobytes()), strict=True))
             full = np.sort(slots[kinds == InfoKind.FULL])
-
-            def arguments(first: int, stop: int) -> tuple[list[int]] | None:
-                full_here = full[(first <= full) & (full < stop)].tolist()
-                return (full_here,) if full_here else None
-
             if full.size:
-                infos.update(
-                    zip(full.tolist(), _flatten(self.request(EnvAccess.infos_of, arguments)), strict=True)
+                answers = self.request(
+                    EnvAccess.infos_of, for_slots(full, lambda slots_here: (slots_here.tolist(),))
                 )
+                infos.update(zip(full.tolist(), _flatten(answers), strict=True))
             return list(infos.values())
 
     def known_infos(self) -> list[dict[str, Any]] | None:
@@ -132,11 +128,9 @@ class EnvCalls:
         Each worker receives its own slots and values. `slots`, `[n]`, are distinct.
         """
         by_slot = dict(zip(slots.tolist(), values, strict=True))
-
-        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
-            slots_here = [slot for slot in range(first, stop) if slot in by_slot]
-            return (slots_here, [by_slot[slot] for slot in slots_here], *more) if slots_here else None
-
+        arguments = for_slots(
+            np.sort(slots), lambda some: (some.tolist(), [by_slot[slot] for slot in some.tolist()], *more)
+        )
         return self.request(method, arguments)
 
     def forget(self) -> None:

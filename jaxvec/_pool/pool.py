@@ -191,7 +191,7 @@ class Pool:
                 return
             self._pinning_tried = True
             try:
-                self.finalizer.pinned = pinned.pin(self._segment)
+                self.finalizer.pinned = pinned.Pinned(self._segment)
             except pinned.PinningError as error:
                 _logger.info(
                     "pool %s: its memory is not page-locked: %s; GPU copies are slower", self.id, error

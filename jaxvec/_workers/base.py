@@ -41,13 +41,13 @@ class Process(ABC):
     # Returns the end of an error message about its death.
     output_advice: Callable[[], str] = staticmethod(lambda: "Look at the worker's output on stderr.")
 
+    @abstractmethod
     def ended(self) -> bool:
-        """Returns whether the process has ended."""
-        return self.wait(0)
+        """Returns whether the process has ended, without reaping it."""
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Waits for the end for at most `timeout` seconds, and returns whether the process has ended."""
+        """Waits for at most `timeout` seconds for the end, and reaps the process. Returns if it has ended."""
 
     @abstractmethod
     def end(self) -> None:
@@ -114,6 +114,19 @@ class WaitLimits:
         if self.timeout is None:
             return None
         return max(self.start + max(self.timeout - self.waited, 0), grace + self.timeout)
+
+
+def for_slots(slots: NDArray[Any], arguments: Callable[[NDArray[Any]], tuple[Any, ...]]) -> Arguments:
+    """Returns the arguments of a request to the slices that have some of `slots`.
+
+    `arguments` gets those of a slice, in the order of `slots`.
+    """
+
+    def of_slice(first: int, stop: int) -> tuple[Any, ...] | None:
+        slots_here = slots[(first <= slots) & (slots < stop)]
+        return arguments(slots_here) if slots_here.size else None
+
+    return of_slice
 
 
 class WorkerGroup(ABC):

@@ -69,6 +69,9 @@ class ForkedWorker(Process):
         self._reaped = False
         self._exitcode: int | None = None  # written under `_lock`, before `_reaped` becomes True
 
+    def ended(self) -> bool:
+        return self._reaped or bool(wait([self._pidfd], 0))
+
     def wait(self, timeout: float) -> bool:
         if not self._reaped and wait([self._pidfd], timeout):
             with self._lock:

@@ -7,7 +7,6 @@ requests over the control sockets, failures and replacements.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from jaxvec._envs.constructors import Description
 from jaxvec._envs.env_access import SlotAccess
 from jaxvec._envs.slice import Arguments, EnvSettings, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
-from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
+from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._options import LimitName
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
@@ -41,6 +40,7 @@ from jaxvec._workers.base import (
     Process,
     WaitLimits,
     WorkerGroup,
+    for_slots,
 )
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import check_all, name_worker
@@ -134,14 +134,6 @@ class LocalProcesses(Backend):
         return ProcessWorkers(recipe, LocalLauncher(recipe), learn_info=learn_info)
 
 
-def _dispatch_of(recipe: WorkerRecipe) -> str:
-    """Returns the dispatch for workers, which may be another interpreter without the native library."""
-    dispatch = recipe.config.settings.dispatch
-    if dispatch == "auto" and not recipe.interpreter.is_native:
-        return "portable"
-    return choose_dispatch(dispatch)
-
-
 class ProcessWorkers(WorkerGroup):
     """The worker processes of one pool, and the parent's end of the dispatch to them."""
 
@@ -152,7 +144,10 @@ class ProcessWorkers(WorkerGroup):
         """Starts the workers and waits until every env is built; raises as `wait`."""
         budget = Budget(recipe.config.restart, len(recipe.slices))
         self._slices = recipe.slices
-        self._kind = _dispatch_of(recipe)
+        dispatch = recipe.config.settings.dispatch
+        # Another interpreter may lack the native library.
+        is_portable = dispatch == "auto" and not recipe.interpreter.is_native
+        self._kind = choose_dispatch("portable" if is_portable else dispatch)
         supervisor = Supervisor(recipe, budget, launcher)
         self.supervisor: Supervisor = supervisor
         self.restarts: Sequence[int] = budget.restarts
@@ -168,26 +163,20 @@ class ProcessWorkers(WorkerGroup):
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         # Workers that share cores do not spin: it would take time from a worker that steps.
         spin_ns = _SPIN_NS if len(self._slices) <= usable_cores() else 0
-        descriptor = create_segment(layout)
-        try:
-            arrays = attach_segment(descriptor, layout)
-        except BaseException:
-            os.close(descriptor)
-            raise
         message = Attach(0, self._slices[0], layout, spec, self._kind, spin_ns, replaces=None)
-        self.supervisor.attach(message, descriptor, arrays)
+        arrays = self.supervisor.attach(message)
         self._spec = spec
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self.takes_verbs: bool = not self._objects_in
         marks = Marks.of(arrays)
-        channels = self.supervisor.channels
+        connections = self.supervisor.connections
         self._dispatch = parent_end(
-            self._kind, marks, slices=self._slices, channels=channels, spin_ns=spin_ns
+            self._kind, marks, slices=self._slices, channels=connections.channels, spin_ns=spin_ns
         )
         self._arrays = arrays
         self._running = arrays["running",][:, 0].copy()  # at the last look; guarded by `polling`
-        self.supervisor.notify_worker = self._dispatch.notify_worker
+        connections.notify_worker = self._dispatch.notify_worker
         return arrays
 
     def open_engine(self, config: EngineConfig) -> Engine:
@@ -205,7 +194,7 @@ class ProcessWorkers(WorkerGroup):
         supervisor = self.supervisor
         dispatch = self._dispatch
         while True:
-            seconds = min(supervisor.time_left(limits), DEATH_CHECK_INTERVAL)
+            seconds = min(supervisor.deadlines.time_left(limits), DEATH_CHECK_INTERVAL)
             if dispatch.wait(slots, count, seconds):
                 break
             with supervisor.polling():
@@ -217,7 +206,7 @@ class ProcessWorkers(WorkerGroup):
                     raise
                 # The marks decide, not the wakes, because a worker may be stopped after it has set a mark and
                 # before it wakes the parent. After a message, look again first: a recovery extends the time.
-                timed_out = not received and supervisor.time_left(limits) <= 0
+                timed_out = not received and supervisor.deadlines.time_left(limits) <= 0
                 if timed_out and not dispatch.enough_completed(slots, count):
                     limits = self._time_out(slots, limits)
         if self._objects_in:
@@ -281,11 +270,11 @@ class ProcessWorkers(WorkerGroup):
                 del self._dispatch, self._arrays
 
     def processes(self) -> list[ProcessStats | None]:
-        pids = (process.pid for process in self.supervisor.processes)
+        pids = (process.pid for process in self.supervisor.connections.processes)
         return [None if pid is None else read_process(pid) for pid in pids]
 
     def kill(self) -> None:
-        self.supervisor.kill()
+        self.supervisor.connections.kill()
 
     def _note_progress(self) -> None:
         """Notes the workers that have come to another env, because `Timeouts` limit each env.
@@ -297,11 +286,11 @@ class ProcessWorkers(WorkerGroup):
         if self._spec.first_ready:  # each env has a time of completion, as the workers post each at once
             for worker, (first, stop) in enumerate(self._slices):
                 last = int(arrays["completed_at",][first:stop].max())
-                self.supervisor.progress_at[worker] = last / 1e9
+                self.supervisor.deadlines.progress_at[worker] = last / 1e9
             return
         running = arrays["running",][:, 0]
         changed = np.flatnonzero(running != self._running).tolist()
-        self.supervisor.progress_at.update(dict.fromkeys(changed, time.monotonic()))
+        self.supervisor.deadlines.progress_at.update(dict.fromkeys(changed, time.monotonic()))
         self._running = running.copy()
 
     def _time_out(self, slots: NDArray[Any], limits: WaitLimits) -> WaitLimits:
@@ -311,9 +300,9 @@ class ProcessWorkers(WorkerGroup):
         """
         supervisor = self.supervisor
         working, unfinished = self._late(slots)
-        late = [worker for worker in working if supervisor.time_left(limits, worker) <= 0]
+        late = [worker for worker in working if supervisor.deadlines.time_left(limits, worker) <= 0]
         if not late:
-            times = [supervisor.progress_at[worker] for worker in working]
+            times = [supervisor.deadlines.progress_at[worker] for worker in working]
             return replace(limits, start=min(times, default=limits.start), waited=0)
         # Slots of other workers may have been dispatched a moment ago, in first-ready mode.
         worker_of = supervisor.diagnosis.worker_of
@@ -329,24 +318,15 @@ class ProcessWorkers(WorkerGroup):
     def _put_objects(self, slots: NDArray[Any]) -> None:
         """Sends the workers the action leaves that are Python objects, which are not in the segment."""
         columns = {path: self._arrays[path] for path in self._objects_out}
-
-        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
-            slots_here = slots[(first <= slots) & (slots < stop)]
-            return (
-                (slots_here, {path: column[slots_here] for path, column in columns.items()})
-                if len(slots_here)
-                else None
-            )
-
+        arguments = for_slots(
+            slots,
+            lambda slots_here: (slots_here, {path: column[slots_here] for path, column in columns.items()}),
+        )
         check_all(self.request(SlotAccess.put_objects, arguments, limit="start"))
 
     def _get_objects(self, slots: NDArray[Any], limit: LimitName) -> None:
         """Fetches the time step leaves that are Python objects, which are not in the segment."""
-
-        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
-            slots_here = slots[(first <= slots) & (slots < stop)]
-            return (slots_here, self._objects_in) if len(slots_here) else None
-
+        arguments = for_slots(slots, lambda slots_here: (slots_here, self._objects_in))
         answers = check_all(self.request(SlotAccess.get_objects, arguments, limit=limit))
         for (first, stop), columns in zip(self._slices, answers, strict=True):
             for path, column in (columns or {}).items():

@@ -48,7 +48,7 @@ class SpawnedWorker(Process):
     def wait(self, timeout: float) -> bool:
         # Not `Popen.wait`, which would reap it before the rest of its group is killed.
         deadline = time.monotonic() + timeout
-        while not self._has_exited():
+        while not self.ended():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_INTERVAL)
@@ -63,10 +63,10 @@ class SpawnedWorker(Process):
     def ending(self) -> tuple[int | None, str]:
         return describe_exit(self.wait(timeout=1), self._process.returncode)
 
-    def _has_exited(self) -> bool:
+    def ended(self) -> bool:
         if self._process.returncode is not None:
             return True
-        try:  # without reaping it
+        try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # other code has reaped it
             return True

@@ -1,7 +1,7 @@
 """Supervision of a pool's worker processes: requests, failures, replacements and shutdown.
 
     ProcessWorkers (process.py)   waits for envs, and calls their methods
-      -> Supervisor               -> Launcher (fork.py, spawn.py) starts a worker
+      -> Supervisor               -> Connections -> Launcher (fork.py, spawn.py) starts a worker
       -> control socket           Setup, Attach, Request, Recover
       -> worker.py                -> control socket: Built, Ready, Reply, failure reports, end of file
 
@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import pickle
-import select
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -23,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from jaxvec._arguments import Options, select_options
-from jaxvec._engine.channel import WAKE, Channel
+from jaxvec._engine.channel import WAKE
 from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
@@ -36,20 +35,20 @@ from jaxvec._errors import (
     JaxvecError,
     NotPicklableError,
     NotReadyError,
-    PoolClosedError,
     SpaceMismatchError,
     WorkerDiedError,
 )
 from jaxvec._memory.large_buffers import LargeBuffers
-from jaxvec._memory.segment import Arrays, Marks
+from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._native import interrupts
 from jaxvec._options import LimitName
 from jaxvec._tracing import Loss, Trace
 from jaxvec._util import dumps
 from jaxvec._workers import protocol
-from jaxvec._workers.base import Check, Launcher, Process, WaitLimits
+from jaxvec._workers.base import Check, Launcher, WaitLimits
 from jaxvec._workers.budget import Budget
-from jaxvec._workers.diagnosis import Diagnosis, join, name_envs, take_losses
+from jaxvec._workers.connections import Connections
+from jaxvec._workers.diagnosis import Diagnosis, join, take_losses
 from jaxvec._workers.fair_locks import FairLocks
 
 _logger = logging.getLogger("jaxvec")
@@ -68,32 +67,78 @@ _logger = logging.getLogger("jaxvec")
 _BROKEN_REPLY_TIMEOUT = 1.0  # seconds for replies from the workers of a broken pool
 _COLLECT_TIMEOUT = 0.5  # seconds for further failures to arrive after one that ends the pool
 _POLL_INTERVAL = 0.01  # seconds between looks for these
-_KILL_TIMEOUT = 10.0  # seconds for the end of a killed worker, which may be stuck in a system call
+
+
+class Deadlines:
+    """The times at which the operations of workers, and the starts of replacements, are late.
+
+    The time of a start or a recovery is not charged to operations that were waiting meanwhile. All times are
+    `time.monotonic()` seconds. `Supervisor.polling` guards the fields.
+
+    Attributes:
+        start_timeout: Seconds for the start of a replacement with its first env, and for each further env.
+        starting: Deadlines of replacements that do not serve yet, by worker.
+        progress_at: Times at which workers have built or completed an env, from which its next one counts.
+    """
+
+    def __init__(self, start_timeout: float | None) -> None:
+        self.start_timeout = start_timeout
+        self.starting: dict[int, float | None] = {}
+        self.progress_at: dict[int, float] = {}
+        self._grace = -math.inf  # every timeout counts from here, if its operation is older
+
+    def late(self, limits: WaitLimits, worker: int | None = None) -> float | None:
+        """Returns the time at which an operation, of a worker if it is given, times out."""
+        progress_at = -math.inf if worker is None else self.progress_at.get(worker, -math.inf)
+        return limits.late(max(self._grace, progress_at))
+
+    def time_left(self, limits: WaitLimits, worker: int | None = None) -> float:
+        """Returns the seconds until an operation times out, or until its caller gives up."""
+        return min(time_left(self.late(limits, worker)), time_left(limits.give_up))
+
+    def extend_start(self, worker: int) -> float | None:
+        """Gives a starting worker all of `start_timeout` from now, and returns its deadline."""
+        deadline = None if self.start_timeout is None else time.monotonic() + self.start_timeout
+        self.starting[worker] = deadline
+        self._extend_operations()
+        return deadline
+
+    def note_built(self, worker: int) -> None:
+        """Notes that a worker has built an env, and gives a starting one all of the time for the next."""
+        self.progress_at[worker] = time.monotonic()
+        if worker in self.starting:
+            self.extend_start(worker)
+
+    def note_serving(self, worker: int) -> None:
+        """Notes that a starting worker serves."""
+        del self.starting[worker]
+        self._extend_operations()
+
+    def note_recovery(self) -> None:
+        """Gives all operations their full time from now."""
+        self._grace = max(self._grace, time.monotonic())
+
+    def _extend_operations(self) -> None:
+        """Gives all operations their full time from the last start."""
+        deadlines = [math.inf if deadline is None else deadline for deadline in self.starting.values()]
+        self._grace = max(deadlines, default=time.monotonic())
 
 
 class Supervisor:
-    """The worker processes of one pool, with their control sockets.
+    """Supervision of one pool's workers, by messages on their control sockets.
 
-    It starts and builds workers, sends them requests, notices failures, and replaces or ends workers. Which
-    faults a pool recovers from is up to its `Budget`. Except for `close` and `kill`, a method raises
-    `EnvError`, `EnvStateError`, `WorkerDiedError` or `EnvTimeoutError` if that does not cover a failure.
+    It builds workers, sends them requests, notices failures, and replaces workers. `Connections` has their
+    processes and sockets, and `Deadlines` their time limits. Which faults a pool recovers from is up to its
+    `Budget`. Except for `close`, a method raises `EnvError`, `EnvStateError`, `WorkerDiedError` or
+    `EnvTimeoutError` if that does not cover a failure.
     """
-
-    _description: Description  # from `build` on
-    _attach: protocol.Attach  # the message that replacements get, too; from `attach` on
 
     def __init__(self, recipe: protocol.WorkerRecipe, budget: Budget, launcher: Launcher) -> None:
         """Starts the workers, which then wait for `build`. `close` also closes `launcher`."""
         interrupts.watch()
         self._recipe = recipe
         self._budget = budget
-        self._launcher = launcher
-        # The polling thread replaces entries of both lists; `kill` reads the processes from any thread. A
-        # replaced channel keeps its descriptor number, so that polls remain valid.
-        self.processes: list[Process] = []
-        self.channels: list[Channel] = []
-        # Deadlines in time.monotonic() seconds of replacements that do not serve yet. Guarded by `polling`.
-        self.starting: dict[int, float | None] = {}
+        self.deadlines: Deadlines = Deadlines(recipe.config.timeouts.start)
         # For replacements: options of resets, settings of the envs, and capacity of the span recorder.
         self.options: Options = None
         self.env_settings: EnvSettings | None = EnvSettings(dumps) if recipe.has_fault else None
@@ -105,10 +150,6 @@ class Supervisor:
         self._retiring: dict[int, Retirement] = {}
         self._warned: set[int] = set()
         self.last_errors: list[JaxvecError | None] = [None] * len(recipe.slices)
-        # Wakes a serving worker that sleeps on a futex, and so would not notice a message on its socket.
-        self.notify_worker: Callable[[int], None] = lambda worker: None
-        self._poll_object = select.poll()
-        self._worker_by_descriptor: dict[int, int] = {}
         self._request_locks = FairLocks()  # a resource is the index of a worker
         self._poll_lock = FairLocks()  # of one resource, `None`
         # Name of the user's request that each worker has yet to answer, "" for one of the pool's own. A
@@ -116,44 +157,33 @@ class Supervisor:
         self._requested: dict[int, str] = {}
         # Errors in place of the replies of replaced workers: added under `polling`, taken by the requester.
         self._replaced: dict[int, JaxvecError] = {}
-        # Every timeout counts from here, in time.monotonic() seconds, if its operation is older: the time of
-        # a recovery is not charged to other operations. Guarded by `polling`.
-        self._grace = -math.inf
-        self.progress_at: dict[int, float] = {}  # likewise, when a worker has built or completed an env
-        recovers = budget.policy is not None
-        self.diagnosis: Diagnosis = Diagnosis(recipe.slices, self.processes, recovers=recovers)
-        self._segment = -1
+        self._segment: list[int] = []  # its descriptor, from `attach` to `close`
         self._buffers = LargeBuffers()  # of the constructors
-        self._ending = False  # `kill` or `close` was called, in any thread; set once
-        try:
-            for worker in range(len(recipe.slices)):
-                process, channel = self._launch(worker)
-                self.processes.append(process)
-                self.channels.append(channel)
-                self._worker_by_descriptor[channel.fileno()] = worker
-                self._poll_object.register(channel, select.POLLIN)
-        except BaseException:
-            self.close(timeout=0)
-            raise
+        self.connections: Connections = Connections(recipe, launcher)
+        processes = self.connections.processes
+        recovers = budget.policy is not None
+        self.diagnosis: Diagnosis = Diagnosis(recipe.slices, processes, recovers=recovers)
 
     def build(self, *, learn_info: bool) -> Description:
         """Builds the envs in all workers, and returns their description once all are known to match."""
         limits = WaitLimits("constructor", self._recipe.config.timeouts, "start", interrupts.since_now())
         setup = partial(protocol.make_setup, self._recipe, learn_info=learn_info, buffers=self._buffers)
-        workers = range(len(self.processes))
+        workers = range(len(self._recipe.slices))
         replies = self._exchange(workers, setup, limits, descriptors=self._buffers.descriptors)
         self.diagnosis.built.clear()
         descriptions = [pickle.loads(ready.description) for ready in replies.values()]
-        self._description = descriptions[0]
+        self._description: Description = descriptions[0]
         for worker, description in enumerate(descriptions):
             self._merge_spaces(worker, description)
         return self._description
 
-    def attach(self, message: protocol.Attach, segment: int, arrays: Arrays) -> None:
-        """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0."""
+    def attach(self, message: protocol.Attach) -> Arrays:
+        """Creates the segment, sends it to all workers, and returns its arrays. `message` is for worker 0."""
+        segment = create_segment(message.layout)
+        self._segment.append(segment)
+        arrays = attach_segment(segment, message.layout)
         limits = WaitLimits("attach", self._recipe.config.timeouts, "start", interrupts.since_now())
-        self._segment = segment
-        self._attach = message
+        self._attach: protocol.Attach = message  # which replacements get, too
         self.diagnosis.action = message.spec.action
         self.diagnosis.arrays = arrays
         slices = self._recipe.slices
@@ -161,8 +191,9 @@ class Supervisor:
             range(len(slices)),
             lambda worker: replace(message, worker=worker, slots=slices[worker]),
             limits,
-            descriptors=[segment],
+            descriptors=self._segment,
         )
+        return arrays
 
     # --- Requests ------------------------------------------------------------------------------------------
 
@@ -171,10 +202,17 @@ class Supervisor:
     ) -> list[Any]:
         """Calls a method of each slice; see `WorkerGroup.request`."""
         name = method.__name__
+
+        def refuse(error: Exception) -> NotPicklableError:
+            return NotPicklableError(
+                f"{name}: the arguments can't be pickled, so they can't be sent to the workers: {error}; "
+                'create them inside the workers (envs.map, Workers(init=...)), or use backend="serial"'
+            )
+
         # All arguments are pickled before the first message, so an error leaves every worker unchanged. The
         # rest needs no cloudpickle, which takes three times as long.
         requests = {
-            worker: pickle.dumps(protocol.Request(MethodName.of(method), _pickle(name, args)))
+            worker: pickle.dumps(protocol.Request(MethodName.of(method), protocol.pickle_given(args, refuse)))
             for worker, slots in enumerate(self._recipe.slices)
             if (args := arguments(*slots)) is not None
         }
@@ -194,23 +232,19 @@ class Supervisor:
 
     def collect_traces(self) -> list[Trace | JaxvecError]:
         """Returns each worker's trace, or an error, after the pool broke: workers may be dead or hang."""
-        workers = range(len(self.processes))
+        workers = range(len(self._recipe.slices))
         deadline = time.monotonic() + _BROKEN_REPLY_TIMEOUT
         answers: dict[int, Trace | JaxvecError] = {}
-        for worker in set(workers) - self.starting.keys():
-            try:
-                with suppress(TimeoutError):  # it reads nothing, so it will not answer either
-                    self._send(
-                        worker, protocol.Request(MethodName.of(Slice.stop_trace), _pickle("", ())), deadline
-                    )
-            except EOFError:
-                answers[worker] = self._died_error(worker)
+        request = protocol.Request(MethodName.of(Slice.stop_trace), pickle.dumps(()))
+        for worker in set(workers) - self.deadlines.starting.keys():
+            with suppress(TimeoutError, EOFError):  # one that reads nothing or has ended will not answer
+                self._send(worker, request, deadline)
         deadline = max(deadline, time.monotonic() + _BROKEN_REPLY_TIMEOUT / 10)  # sends may have used it up
         while len(answers) < len(workers) and (seconds := time_left(deadline)):
-            for worker in self._readable(self._make_poll(set(workers) - answers.keys()), seconds):
+            for worker in self.connections.poll(seconds, set(workers) - answers.keys()):
                 try:
                     with suppress(TimeoutError):  # a partial message
-                        reply = self.channels[worker].receive(deadline)
+                        reply = self.connections.channels[worker].receive(deadline)
                         if isinstance(reply, protocol.Reply) and reply.failure is None:
                             answer = pickle.loads(reply.result)
                             if isinstance(answer, Trace):  # not the reply to an earlier request
@@ -251,12 +285,12 @@ class Supervisor:
         """Reserves the sockets of these workers for the calling thread, once all of them serve."""
         while True:
             with self.polling():
-                starting = sorted(self.starting.keys() & workers)
+                starting = sorted(self.deadlines.starting.keys() & workers)
                 if not starting:
                     self._requested.update(dict.fromkeys(workers, name))
                     return
                 self.poll(0, limits, only=starting)  # a death of another one is an error of this request
-                if self.time_left(limits) <= 0:
+                if self.deadlines.time_left(limits) <= 0:
                     self.time_out(limits, starting)
             self._sleep(starting, limits)
 
@@ -264,9 +298,9 @@ class Supervisor:
         self, worker: int, message: Any, limits: WaitLimits, descriptors: Sequence[int]
     ) -> None:
         try:
-            with self.channels[worker].sending:
+            with self.connections.channels[worker].sending:
                 if worker in self._requested:
-                    self._send(worker, message, limits.late(self._grace), descriptors)
+                    self._send(worker, message, self.deadlines.late(limits), descriptors)
         except EOFError:
             pass  # the next poll replaces it
         except TimeoutError:  # its socket buffer is full: it does not read
@@ -290,11 +324,11 @@ class Supervisor:
                         replies[worker] = self._replaced.pop(worker)
                     elif worker in replies:
                         del self._requested[worker]
-                self._answer_retiring(limits.late(self._grace))
+                self._answer_retiring(self.deadlines.late(limits))
                 late = [
                     worker
                     for worker in missing
-                    if worker in self._requested and self.time_left(limits, worker) <= 0
+                    if worker in self._requested and self.deadlines.time_left(limits, worker) <= 0
                 ]
                 # A message may have come from a recovery, which extends the time.
                 if late and not received:
@@ -303,8 +337,8 @@ class Supervisor:
 
     def _sleep(self, workers: Collection[int], limits: WaitLimits) -> None:
         """Waits for a message from one of these workers, but never long enough to miss a death."""
-        seconds = max(self.time_left(limits, worker) for worker in workers)
-        self._make_poll(workers).poll(min(seconds, DEATH_CHECK_INTERVAL) * 1000)
+        seconds = max(self.deadlines.time_left(limits, worker) for worker in workers)
+        self.connections.poll(min(seconds, DEATH_CHECK_INTERVAL), workers)
 
     def _unpickle(self, worker: int, name: str, reply: protocol.Reply | JaxvecError) -> Any:
         if isinstance(reply, JaxvecError):
@@ -321,14 +355,6 @@ class Supervisor:
             return failure
 
     # --- Polling -------------------------------------------------------------------------------------------
-
-    def time_left(self, limits: WaitLimits, worker: int | None = None) -> float:
-        """Returns the seconds until an operation of a worker times out, or until its caller gives up."""
-        return min(time_left(self._late(limits, worker)), time_left(limits.give_up))
-
-    def _late(self, limits: WaitLimits, worker: int | None) -> float | None:
-        progress_at = -math.inf if worker is None else self.progress_at.get(worker, -math.inf)
-        return limits.late(max(self._grace, progress_at))
 
     def polling(self) -> AbstractContextManager[None]:
         """Holds the lock under which a thread may call `poll`, `time_out` and `replace`."""
@@ -352,14 +378,15 @@ class Supervisor:
         received: list[tuple[int, Any]] = []
         others = self._requested.keys() - requested  # their sockets are read by other threads
         if only is not None:
-            others |= set(range(len(self.processes))) - set(only)
-        readable = [worker for worker in self._readable(self._poll_object, seconds) if worker not in others]
+            others |= set(range(len(self._recipe.slices))) - set(only)
+        readable = [worker for worker in self.connections.poll(seconds) if worker not in others]
         for worker in readable:
             try:
-                deadline = self._late(limits, worker)
-                message = self.channels[worker].receive(deadline)
+                deadline = self.deadlines.late(limits, worker)
+                message = self.connections.channels[worker].receive(deadline)
                 if isinstance(message, protocol.Built):
-                    self._note_built(worker, message)
+                    self.diagnosis.built[worker] = message.count, message.total
+                    self.deadlines.note_built(worker)
                 elif isinstance(message, Retirement):
                     self._retiring[worker] = message
                 elif isinstance(message, protocol.Retired):
@@ -370,8 +397,8 @@ class Supervisor:
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
                 elif isinstance(message, protocol.Closed):  # of a worker that ends
                     if worker in self._retiring:  # it has all of the time for its next env
-                        self._extend_start(worker)
-                elif worker in self.starting and message is not WAKE:
+                        self.deadlines.extend_start(worker)
+                elif worker in self.deadlines.starting and message is not WAKE:
                     self._continue_start(worker, message, deadline)
                 else:
                     received.append((worker, message))
@@ -380,17 +407,15 @@ class Supervisor:
             except TimeoutError:  # a partial message: the caller sees that no time is left
                 return []
         if not readable:
-            # An env may have forked a process that keeps a dead worker's socket open.
-            for worker, process in enumerate(self.processes):
-                # A retired worker may end by itself after its last message.
-                if worker not in others and process.ended() and not self.channels[worker].readable():
+            for worker in set(range(len(self._recipe.slices))) - others:
+                if self.connections.has_ended(worker):
                     self.replace(worker, self._died_error(worker))
-        for worker, start_deadline in [*self.starting.items()]:
+        for worker, start_deadline in [*self.deadlines.starting.items()]:
             if start_deadline is not None and time.monotonic() >= start_deadline:
-                timeout = self._recipe.config.timeouts.start
+                timeout = self.deadlines.start_timeout
                 late = self.diagnosis.late_start_error(worker, timeout, worker in self._retiring)
                 self.replace(worker, late)
-        self._answer_retiring(limits.late(self._grace))
+        self._answer_retiring(self.deadlines.late(limits))
         return received
 
     def collect_errors(
@@ -406,11 +431,11 @@ class Supervisor:
             time.sleep(_POLL_INTERVAL)
             for worker in missing:
                 try:
-                    if self.channels[worker].readable():
-                        message = self.channels[worker].receive(deadline)
+                    if self.connections.channels[worker].readable():
+                        message = self.connections.channels[worker].receive(deadline)
                         if isinstance(message, failures.Report):
                             errors[worker] = failures.to_error(message, worker=worker)
-                    elif self.processes[worker].ended():
+                    elif self.connections.has_ended(worker):
                         errors[worker] = self._died_error(worker)
                 except EOFError:
                     errors[worker] = self._died_error(worker)
@@ -441,7 +466,7 @@ class Supervisor:
         """
         if self.diagnosis.arrays is None:
             raise error
-        self._check_open()
+        self.connections.check_open()
         losses = take_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
         self.last_errors[worker] = error
@@ -449,10 +474,10 @@ class Supervisor:
 
     def _answer_retiring(self, deadline: float | None) -> None:
         """Asks workers that are to be replaced to close their envs, once no request to them is pending."""
-        for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
+        for worker in self._retiring.keys() - self._requested.keys() - self.deadlines.starting.keys():
             with suppress(EOFError):  # the next poll replaces it
                 self._send(worker, protocol.Retire(), deadline)
-            self._extend_start(worker)  # from now on, requests wait for the new process
+            self.deadlines.extend_start(worker)  # from now on, requests wait for the new process
 
     def _replace_retired(self, worker: int) -> None:
         """Replaces a worker that has closed its envs by a new process, which is no fault."""
@@ -470,83 +495,37 @@ class Supervisor:
 
         `loss` says in the trace why the records of the old process are lost.
         """
-        self._check_open()
         if self.trace is not None:
             self.losses.append((worker, Loss(loss, time.monotonic_ns())))
         self.incarnations[worker] += 1
         self._retiring.pop(worker, None)
         self.diagnosis.built.pop(worker, None)
-        # `close` takes other lists
-        processes = self.processes
-        channels = self.channels
-        old = processes[worker]
-        old.end()
-        channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
-        with channels[worker].sending:
+
+        def release() -> None:
             if error is not None and self._requested.pop(worker, None) is not None:
                 self._replaced[worker] = error
-        old.wait(timeout=1)  # a process that is stuck in a system call ends later
+
         try:
-            processes[worker], channel = self._launch(worker)
+            self.connections.replace(worker, release)
         except JaxvecError as failed:
             raise failed from error
-        channels[worker] = channels[worker].replace(channel)
-        # `close` waits for this thread, but not for long, so the pool may have been closed during the launch.
-        # `close` first sets `_ending`, and then ends the processes in the list; this thread first puts the
-        # process into the list, and then reads `_ending`. So at least one of them ends it.
-        if self._ending:
-            processes[worker].end()
-            processes[worker].wait(_KILL_TIMEOUT)
-            self._check_open()
-        deadline = self._extend_start(worker)
+        deadline = self.deadlines.extend_start(worker)
         with suppress(EOFError):  # the next poll replaces it
             setup = protocol.make_setup(self._recipe, worker, learn_info=False, buffers=self._buffers)
             self._send(worker, setup, deadline, self._buffers.descriptors)
 
-    def _check_open(self) -> None:
-        if self._ending:
-            raise PoolClosedError("the pool was closed while a worker was replaced")
-
-    def _launch(self, worker: int) -> tuple[Process, Channel]:
-        env_ids = tuple(range(*self._recipe.slices[worker]))
-        name = self.diagnosis.name(worker)
-        try:
-            return self._launcher.launch(worker)
-        except TimeoutError as error:
-            limit = f"{self._recipe.config.timeouts.start} s (Timeouts.start)"
-            raise EnvTimeoutError(f"{name} did not start within {limit}: {error}", env_ids=env_ids) from error
-        except OSError as error:
-            raise WorkerDiedError(
-                f"{name} could not be started: {error}", worker=worker, env_ids=env_ids, exitcode=None
-            ) from error
-
     def _recover(self, worker: int, error: EnvError | EnvStateError, deadline: float | None) -> None:
         """Recovers from a failure of an env in a live worker, or raises `error`."""
         # A worker that fails to build an env has ended: it must be replaced.
-        if worker in self.starting or self.diagnosis.arrays is None or error.env_id is None:
+        if worker in self.deadlines.starting or self.diagnosis.arrays is None or error.env_id is None:
             self.replace(worker, error)
             return
         rebuild = self._budget.rebuilds
         losses = take_losses(self.env_settings, [error.env_id]) if rebuild else ""
         self._budget.spend(worker, error, losses)
-        self._grace = max(self._grace, time.monotonic())
+        self.deadlines.note_recovery()
         settings = self.env_settings.of(error.env_id) if rebuild and self.env_settings else None
         self._send(worker, protocol.Recover(rebuild, settings), deadline)
-
-    def _extend_start(self, worker: int) -> float | None:
-        """Gives a starting worker all of `Timeouts.start` from now, and returns its deadline."""
-        timeout = self._recipe.config.timeouts.start
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self.starting[worker] = deadline
-        self._reset_clocks()
-        return deadline
-
-    def _note_built(self, worker: int, message: protocol.Built) -> None:
-        """Gives a starting worker all of `Timeouts.start` for its next env."""
-        self.diagnosis.built[worker] = message.count, message.total
-        self.progress_at[worker] = time.monotonic()
-        if worker in self.starting:
-            self._extend_start(worker)
 
     def _continue_start(self, worker: int, message: Any, deadline: float | None) -> None:
         """Handles the two messages of a starting worker: its envs are built, and it serves."""
@@ -570,17 +549,11 @@ class Supervisor:
                 },
             )
             attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
-            self._send(worker, attach, deadline, [self._segment])
+            self._send(worker, attach, deadline, self._segment)
             # The full time again: with no thread polling, `Ready` may have been unread for long.
-            self._extend_start(worker)
+            self.deadlines.extend_start(worker)
             return
-        del self.starting[worker]
-        self._reset_clocks()
-
-    def _reset_clocks(self) -> None:
-        """Extends all timeouts until the last start."""
-        deadlines = [math.inf if deadline is None else deadline for deadline in self.starting.values()]
-        self._grace = max(deadlines, default=time.monotonic())
+        self.deadlines.note_serving(worker)
 
     def _merge_spaces(self, worker: int, description: Description) -> None:
         first = self._recipe.slices[worker][0]
@@ -590,116 +563,30 @@ class Supervisor:
             raise SpaceMismatchError(merged if isinstance(merged, str) else description.mismatch)
         self._description = replace(self._description, spaces=merged)
 
-    # --- Shutdown ------------------------------------------------------------------------------------------
-
-    def kill(self) -> None:
-        """Kills the workers and all processes of their envs at once. Any thread may call it."""
-        self._ending = True
-        for process in self.processes:
-            process.end()
+    # --- Shutdown and messages -----------------------------------------------------------------------------
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         """Closes the envs, and kills workers that need more than `timeout` seconds; see `WorkerGroup`."""
-        self._ending = True
-        try:
-            self._dismiss(timeout, tell=tell)
-        finally:  # also after Ctrl-C
-            self._end()
-
-    def _end(self) -> None:
-        # Callbacks run in reverse order, and all of them, even if Ctrl-C interrupts one.
-        with ExitStack() as stack:
-            if self._segment >= 0:
-                stack.callback(os.close, self._segment)
+        with ExitStack() as stack:  # also after Ctrl-C
+            stack.callback(self._forget)
             stack.callback(self._buffers.close)
-            stack.callback(self._launcher.close)
-            for channel in self.channels:
-                stack.callback(channel.close)
-            for channel in self.channels:  # ends sends of other threads, which hold a lock that `close` needs
-                stack.callback(channel.break_off)
-            processes = self.processes
-            for process in processes:
-                stack.callback(process.wait, timeout=_KILL_TIMEOUT)
-            # Runs first: kills each process group, with all that a worker's envs have started. Before the
-            # worker is reaped, its pid can't belong to another process.
-            for process in processes:
-                stack.callback(process.end)
-            # A new list, as `kill` may iterate the old one.
-            self.processes = []
-            self.channels = []
-            self._worker_by_descriptor = {}
-            self.diagnosis.processes = []
-            self.diagnosis.arrays = None
-            self._segment = -1
-            self.notify_worker = lambda worker: None
+            self.connections.close(timeout, tell=tell)
 
-    def _dismiss(self, timeout: float | None, *, tell: bool) -> None:
-        """Waits until all workers have closed their envs and ended; logs the `close` calls that fail."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for worker, channel in enumerate(self.channels):
-            channel.shut()
-            self.notify_worker(worker)
-        unclosed = {worker: set(range(*slots)) for worker, slots in enumerate(self._recipe.slices)}
-        still_open = set(self._worker_by_descriptor.values())
-        while still_open:
-            remaining = time_left(deadline)  # before the poll, which then sees messages sent by the deadline
-            readable = self._readable(self._make_poll(still_open), min(remaining, DEATH_CHECK_INTERVAL))
-            for worker in readable:
-                try:
-                    message = self.channels[worker].receive(deadline)
-                except (EOFError, TimeoutError):
-                    still_open.remove(worker)
-                    continue
-                if isinstance(message, protocol.Closed):
-                    unclosed[worker].difference_update(message.env_ids)
-                elif isinstance(message, failures.Report) and message.operation == "close":
-                    _logger.warning("%s", failures.to_error(message, worker=worker))
-            if not readable:
-                # An env may have forked a process that keeps a dead worker's socket open.
-                still_open -= {
-                    worker
-                    for worker in still_open
-                    if self.processes[worker].ended() and not self.channels[worker].readable()
-                }
-                if remaining <= 0:
-                    break
-        for worker in sorted(still_open) if timeout and tell else ():
-            late = sorted(unclosed[worker])
-            name = f"{name_envs(late) if late else 'spare envs, threads, atexit functions'} (worker {worker})"
-            _logger.warning(
-                "close of %s was cut off after %s s; close(timeout=None) waits for it", name, timeout
-            )
-
-    # --- Messages ------------------------------------------------------------------------------------------
+    def _forget(self) -> None:
+        self.diagnosis.processes = []
+        self.diagnosis.arrays = None
+        while self._segment:
+            os.close(self._segment.pop())
 
     def _send(
         self, worker: int, message: Any, deadline: float | None, descriptors: Sequence[int] = ()
     ) -> None:
         def notify() -> None:
-            if worker not in self.starting:  # those sleep on their sockets
-                self.notify_worker(worker)
+            if worker not in self.deadlines.starting:  # those sleep on their sockets
+                self.connections.notify_worker(worker)
 
-        self.channels[worker].send(message, deadline=deadline, descriptors=descriptors, notify=notify)
-
-    def _make_poll(self, workers: Iterable[int]) -> select.poll:
-        poll = select.poll()
-        for worker in workers:
-            poll.register(self.channels[worker], select.POLLIN)
-        return poll
-
-    def _readable(self, poll: select.poll, seconds: float) -> list[int]:
-        """Waits for at most `seconds`, and returns the workers with a message or an end of file."""
-        return [self._worker_by_descriptor[descriptor] for descriptor, _ in poll.poll(seconds * 1000)]
+        channel = self.connections.channels[worker]
+        channel.send(message, deadline=deadline, descriptors=descriptors, notify=notify)
 
     def _died_error(self, worker: int) -> WorkerDiedError:
         return self.diagnosis.died_error(worker, self._requested.get(worker))
-
-
-def _pickle(name: str, arguments: tuple[Any, ...]) -> bytes:
-    return protocol.pickle_given(
-        arguments,
-        lambda error: NotPicklableError(
-            f"{name}: the arguments can't be pickled, so they can't be sent to the workers: {error}; create "
-            'them inside the workers (envs.map, Workers(init=...)), or use backend="serial"'
-        ),
-    )

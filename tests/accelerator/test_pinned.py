@@ -27,7 +27,7 @@ def registrations(driver):
 
 
 def test_memory_is_page_locked_until_it_is_closed(driver):
-    pinned = _pinned.pin(page())
+    pinned = _pinned.Pinned(page())
     assert driver.registered == 1
     pinned.close()
     pinned.close()
@@ -36,10 +36,10 @@ def test_memory_is_page_locked_until_it_is_closed(driver):
 
 
 def test_the_context_stays_as_it_was(driver):
-    _pinned.pin(page()).close()
+    _pinned.Pinned(page()).close()
     assert driver.context is None
     driver.context = 0x3000
-    _pinned.pin(page()).close()
+    _pinned.Pinned(page()).close()
     assert driver.context == 0x3000
     driver.context = None
 
@@ -49,11 +49,11 @@ def test_a_refusal_says_what_the_driver_says(driver):
     with pytest.raises(
         _pinned.PinningError, match="^cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY: out of memory$"
     ):
-        _pinned.pin(page())
+        _pinned.Pinned(page())
     assert _pinned.reason_unavailable() == "cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
     driver.fail("cuMemHostRegister_v2", 999)
     with pytest.raises(_pinned.PinningError, match="^cuMemHostRegister_v2: error 999$"):
-        _pinned.pin(page())
+        _pinned.Pinned(page())
 
 
 def test_without_a_driver_it_says_so(monkeypatch):

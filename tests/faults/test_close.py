@@ -29,8 +29,7 @@ from support.disasters import (
     wait_until_running,
     within,
 )
-from support.probe import _ffi, dispatch, fork, pool_of
-from support.probe import supervisor_module as supervisor
+from support.probe import _ffi, connections, dispatch, fork, pool_of
 from support.scripts import STEPPING, end, gone, read_pids, run_python, run_script
 
 import jaxvec
@@ -245,7 +244,7 @@ def time_flies(monkeypatch, tmp_path):
     """Lets a thousand seconds pass once env 1 closes."""
     clock = time.monotonic
     flying = SimpleNamespace(monotonic=lambda: clock() + 1000 * (tmp_path / "closing").exists())
-    for module in (supervisor, dispatch):
+    for module in (connections, dispatch):
         monkeypatch.setattr(module, "time", flying)
 
 

@@ -405,7 +405,7 @@ def test_each_env_that_closes_before_a_recycling_has_all_of_the_time(tmp_path):
         envs.step([1, 1])
 
     with make(Gated, Recycle(steps=5), num_envs=2, num_workers=1) as envs:
-        deadlines = probe.supervisor(envs).starting
+        deadlines = probe.supervisor(envs).deadlines.starting
         envs.reset(seed=0)
         stepping = Background(step_until_recycled)
         wait_until(lambda: deadlines and (tmp_path / "closing 0").exists())

@@ -346,7 +346,7 @@ def test_ctrl_c_during_a_launch_leaves_no_worker(make, new_workers, start_method
 @pytest.mark.parametrize("ended_by", ["restart", "close"])
 def test_worker_that_ends_too_late_is_reaped(make, monkeypatch, new_workers, start_method, ended_by):
     envs = make_fragile(make, start_method)
-    (process,) = {type(each) for each in probe.supervisor(envs).processes}
+    (process,) = {type(each) for each in probe.supervisor(envs).connections.processes}
     with monkeypatch.context() as patch:  # whoever waits for it gives up
         patch.setattr(process, "wait", lambda self, timeout: False)
         patch.setattr(process, "ended", lambda self: False)
@@ -370,7 +370,7 @@ def test_close_during_a_restart_leaves_nothing(make, new_workers):
     os.environ["JAXVEC_SLOW"] = "1"  # workers that are started from now on hang
     try:
         step = Background(partial(envs.step, [HARM, 1]))
-        wait_until(lambda: probe.supervisor(envs).starting)
+        wait_until(lambda: probe.supervisor(envs).deadlines.starting)
         envs.close()
         with pytest.raises(jaxvec.PoolClosedError):
             step.result()
@@ -391,7 +391,7 @@ def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
     )
     envs.reset(seed=0)
     envs.recv()
-    worker = probe.supervisor(envs).channels[0]
+    worker = probe.supervisor(envs).connections.channels[0]
     while worker.readable():  # wakes for what was received
         worker.receive()
     envs.send([HARM], [0])

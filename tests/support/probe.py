@@ -7,7 +7,6 @@ its `Pool`, unless its name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ from jaxvec._stats import WorkerStats
 from jaxvec._tracing import Span, Trace
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import pool_of
-from jaxvec._workers import budget, fork, forkserver, lifeline, output, process, spawn, stacks
+from jaxvec._workers import budget, connections, fork, forkserver, lifeline, output, process, spawn, stacks
 from jaxvec._workers import supervisor as supervisor_module
 from jaxvec._workers.fair_locks import FairLocks
 from jaxvec._workers.interpreter import Interpreter
@@ -105,17 +104,17 @@ def supervisor(envs: jaxvec.VectorEnv | Pool) -> Supervisor:
 
 def processes(envs: jaxvec.VectorEnv | Pool) -> list[psutil.Process]:
     """Returns the processes of the workers, as they are now."""
-    return [psutil.Process(process.pid) for process in supervisor(envs).processes]
+    return [psutil.Process(process.pid) for process in supervisor(envs).connections.processes]
 
 
 def pids(envs: jaxvec.VectorEnv | Pool) -> list[int]:
     """Returns the process ids of the workers, also of those that have ended."""
-    return [process.pid for process in supervisor(envs).processes]
+    return [process.pid for process in supervisor(envs).connections.processes]
 
 
 def wrap_launch(envs: jaxvec.VectorEnv | Pool, wrapper: Callable[..., Any]) -> None:
     """Replaces the launch of workers by `wrapper(launch, worker)`."""
-    launcher = supervisor(envs)._launcher
+    launcher = supervisor(envs).connections._launcher
     launcher.launch = partial(wrapper, launcher.launch)
 
 
@@ -131,9 +130,7 @@ def unfinished(envs: jaxvec.VectorEnv | Pool) -> list[int]:
 
 def set_start_timeout(envs: jaxvec.VectorEnv | Pool, seconds: float) -> None:
     """Replaces the time that workers which take another's place have to start."""
-    recipe = supervisor(envs)._recipe
-    config = replace(recipe.config, timeouts=jaxvec.Timeouts(start=seconds))
-    supervisor(envs)._recipe = replace(recipe, config=config)
+    supervisor(envs).deadlines.start_timeout = seconds
 
 
 def local_slice(envs: jaxvec.VectorEnv | Pool) -> Any:
