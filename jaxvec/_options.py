@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,9 +111,6 @@ def _variables(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
     return variables
 
 
-_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recycle:
     """Limits for `Workers(recycle=...)`. A fresh process replaces a worker that exceeds one of them.
@@ -123,33 +119,25 @@ class Recycle:
     truncated, with `info["fault"]`, as after a fault. The data of other workers' envs do not change.
 
     Attributes:
-        memory: Resident memory of the worker and its child processes, as a number of bytes or a text such as
-            `"2GB"` or `"500MiB"`. A worker looks ten times a second, between steps.
+        memory: Resident memory in bytes of the worker and its child processes. A worker looks ten times a
+            second, between steps.
         steps: Number of steps of the worker's envs together.
         descriptors: Number of open file descriptors of the worker.
 
     Example:
         ```python
-        recycle = jaxvec.Recycle(memory="2GB", steps=1_000_000)
+        recycle = jaxvec.Recycle(memory=2_000_000_000, steps=1_000_000)
         with jaxvec.make("CartPole-v1", 4, workers=jaxvec.Workers(recycle=recycle)) as envs:
             print(envs.reset(seed=0).obs.shape)  # (4, 4)
         ```
     """
 
-    memory: int | str | None = None
+    memory: int | None = None
     steps: int | None = None
     descriptors: int | None = None
 
     def __post_init__(self) -> None:
-        if self.memory is not None:
-            parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(self.memory).strip().upper())
-            if parsed is None or parsed[2] not in _UNITS or not float(parsed[1]):
-                raise ValueError(
-                    'Recycle(memory=...) must be a number of bytes, or a text such as "2GB", not '
-                    f"{self.memory!r}"
-                )
-            object.__setattr__(self, "memory", int(float(parsed[1]) * _UNITS[parsed[2]]))
-        for name in ("steps", "descriptors"):
+        for name in ("memory", "steps", "descriptors"):
             if getattr(self, name) is not None:
                 count = check_count(f"Recycle({name}=...)", getattr(self, name), 1)
                 object.__setattr__(self, name, count)

@@ -5,7 +5,6 @@ The workers make the envs and describe them; the specification of the pool follo
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,14 +26,13 @@ from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._settings import check_count
 from jaxvec._spec import Autoreset, declarations, make_spec
+from jaxvec._util import logger
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.process import LocalProcesses
 from jaxvec._workers.protocol import WorkerRecipe
 from jaxvec._workers.serial import SerialBackend
-
-_logger = logging.getLogger("jaxvec")
 
 _NO_GUARD = (
     "a process of multiprocessing makes a pool while it imports the script, and so would each process that "
@@ -209,7 +207,7 @@ def _learn(keys: list[str], description: Description) -> dict[str, Any]:
     uncertain: list[str] = []
     learnt = {key: _as_arrays(info[key], f"[{key!r}]", uncertain) for key in keys}
     if uncertain:
-        _logger.warning(
+        logger.warning(
             "make: info has integers or bools at %s in env 0's first reset, and keeps these types. If they "
             "can become fractions, declare info={key: float}; to hide this message, info={key: int} or bool",
             ", ".join(uncertain),

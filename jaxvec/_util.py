@@ -1,10 +1,11 @@
-"""Small helpers: usable cores, free memory, install commands, calls in a thread, and pickling."""
+"""Small helpers: the logger, usable cores, free memory, install commands, calls in a thread, and pickling."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import io
+import logging
 import math
 import os
 import re
@@ -22,6 +23,8 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import cloudpickle
 
 T = TypeVar("T")
+
+logger = logging.getLogger("jaxvec")
 
 
 def usable_cores(proc: str = "/proc/self") -> int:

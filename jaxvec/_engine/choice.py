@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from jaxvec._engine.channel import Channel
@@ -19,11 +18,10 @@ from jaxvec._leaves import Leaf
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import load, reason_unavailable
 from jaxvec._spec import PoolSpec
+from jaxvec._util import logger
 
 # Bytes of a row of `final_obs`. Smaller rows are all copied, as it is not worth selecting the final ones.
 _MIN_SELECTED_ROW = 1024
-
-_logger = logging.getLogger("jaxvec")
 
 
 def choose_dispatch(kind: str) -> str:
@@ -32,7 +30,7 @@ def choose_dispatch(kind: str) -> str:
         reason = reason_unavailable()
         if reason is None:
             return "native"
-        _logger.info("using the portable dispatch: %s", reason)
+        logger.info("using the portable dispatch: %s", reason)
         return "portable"
     if kind == "native":
         load()

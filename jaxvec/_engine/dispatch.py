@@ -98,10 +98,7 @@ class Slots:
 class ParentDispatch(Slots, ABC):
     """The parent's end of the dispatch, to all workers."""
 
-    @property
-    def native_end(self) -> Any:
-        """The C++ object of the native dispatch; `None` in the portable one."""
-        return None
+    native_end: Any = None  # the C++ object of the native dispatch
 
     @abstractmethod
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
@@ -227,10 +224,8 @@ class PortableWorkerDispatch(WorkerDispatch):
         self._channel.wake()
 
     def receive_message(self) -> Any:
-        message = self._message or WAKE
+        message = self._message or self._channel.receive_message()
         self._message = None
-        while message is WAKE:
-            message = self._channel.receive()
         return message
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,6 @@ from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Work, 
 from jaxvec._engine.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
-
-
-def reason_for_long_slices() -> str | None:
-    """Returns why threads that wait for steps get no short slices; `None` if they get them."""
-    with ThreadPoolExecutor(1) as pool:  # so that this thread keeps its slices
-        return pool.submit(load().request_short_slices).result()
 
 
 class NativeParentDispatch(ParentDispatch):
@@ -35,29 +28,25 @@ class NativeParentDispatch(ParentDispatch):
         stops = np.array([stop for _, stop in slices])
         sockets = np.array([channel.fileno() for channel in channels], np.int32)
         look_around_ns = int(DEATH_CHECK_INTERVAL * 1e9)
-        self._native_end = load().parent(marks, stops, sockets, spin_ns, look_around_ns)
-
-    @property
-    def native_end(self) -> Any:
-        return self._native_end
+        self.native_end = load().parent(marks, stops, sockets, spin_ns, look_around_ns)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._native_end.send(verb, slots)
+        self.native_end.send(verb, slots)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         # Returns early after a signal, so that Python's handlers can run.
-        return self._native_end.wait(slots, count, int(seconds * 1e9))
+        return self.native_end.wait(slots, count, int(seconds * 1e9))
 
     def start_poll(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        self._native_end.mark_notices_seen()  # before the poll, so a later notice still ends the next wait
+        self.native_end.mark_notices_seen()  # before the poll, so a later notice still ends the next wait
         return 0  # do not block: `wait` has slept already
 
     def notify_worker(self, worker: int) -> None:
-        self._native_end.notify_worker(worker)
+        self.native_end.notify_worker(worker)
 
     def close(self) -> None:
         super().close()
-        self._native_end.close()
+        self.native_end.close()
 
 
 class NativeWorkerDispatch(WorkerDispatch):

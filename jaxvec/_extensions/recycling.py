@@ -62,7 +62,7 @@ class Usage(SliceExtension):
             return None
         is_first_look = not self._next_look_ns
         self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
-        if limits.memory is not None and memory_of(family_of(os.getpid())) >= int(limits.memory):
+        if limits.memory is not None and memory_of(family_of(os.getpid())) >= limits.memory:
             warning = _TOO_LOW if is_first_look else ""
             return Retirement(f"it has reached memory={limits.memory:,}", warning)
         if limits.descriptors is not None and len(os.listdir("/proc/self/fd")) >= limits.descriptors:

@@ -210,7 +210,7 @@ def create_segment(layout: Layout) -> int:
             os.ftruncate(fd, layout.nbytes)
         if sys.platform == "linux":  # shrinking it would kill every process that touches the lost pages
             with suppress(OSError):  # not in a sandbox, and not for memory of `shm_open`
-                _seal(fd)
+                seal(fd)
     except BaseException:
         os.close(fd)
         raise
@@ -295,28 +295,9 @@ def _allocate(fd: int, size: int) -> None:
             os.pwrite(fd, block[: size - start], start)
 
 
-def _seal(fd: int) -> None:
+def seal(fd: int) -> None:
+    """Keeps shared memory from changing its size. Raises `OSError` if it can't."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-
-
-def denied_calls() -> dict[str, str | None]:
-    """Returns what replaces each system call for shared memory that is denied here; `None` for the others."""
-    calls: dict[str, str | None] = dict.fromkeys(("memfd_create", "fallocate", "F_ADD_SEALS"))
-    try:
-        memory = os.memfd_create("jaxvec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError) as error:
-        calls["memfd_create"] = f"{error}; pools use POSIX shared memory"
-        memory = create_memory("jaxvec")
-    try:
-        os.posix_fallocate(memory, 0, 1)
-    except (AttributeError, OSError) as error:
-        calls["fallocate"] = f"{error}; pools write zeros to allocate memory"
-    try:
-        _seal(memory)
-    except (AttributeError, OSError) as error:
-        calls["F_ADD_SEALS"] = f"{error}; envs could change the size of the shared memory"
-    os.close(memory)
-    return calls
 
 
 # --- The parent's views of a segment, and the ways to deliver rows to a caller ---------------------------

@@ -18,7 +18,6 @@ Neighbours: `state.py` decides whether the pool is usable, `env_calls.py` calls 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -54,9 +53,8 @@ from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats, WorkerStats
 from jaxvec._tracing import SpanRecorder, Trace, span
+from jaxvec._util import logger
 from jaxvec._workers.base import WaitLimits, WorkerGroup
-
-_logger = logging.getLogger("jaxvec")
 
 _Kind = TypeVar("_Kind", bound=PoolExtension)
 
@@ -193,7 +191,7 @@ class Pool:
             try:
                 self.finalizer.pinned = pinned.Pinned(self._segment)
             except pinned.PinningError as error:
-                _logger.info(
+                logger.info(
                     "pool %s: its memory is not page-locked: %s; GPU copies are slower", self.id, error
                 )
             self.engine.allow_gpu()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 
 from jaxvec._errors import JaxvecError
 from jaxvec._options import Restart
-
-_logger = logging.getLogger("jaxvec")
+from jaxvec._util import logger
 
 
 class Budget:
@@ -51,4 +49,4 @@ class Budget:
             raise error
         self.restarts[worker] = count + 1
         latest.append(now)
-        _logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)
+        logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)

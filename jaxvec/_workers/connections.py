@@ -6,7 +6,6 @@ ends the processes.
 
 from __future__ import annotations
 
-import logging
 import select
 import time
 from collections.abc import Callable, Iterable
@@ -16,11 +15,10 @@ from jaxvec._engine.channel import Channel
 from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._errors import EnvTimeoutError, PoolClosedError, WorkerDiedError
+from jaxvec._util import logger
 from jaxvec._workers import protocol
 from jaxvec._workers.base import Launcher, Process
 from jaxvec._workers.diagnosis import name_envs, name_worker
-
-_logger = logging.getLogger("jaxvec")
 
 _KILL_TIMEOUT = 10.0  # seconds for the end of a killed worker, which may be stuck in a system call
 
@@ -155,7 +153,7 @@ class Connections:
                 if isinstance(message, protocol.Closed):
                     unclosed[worker].difference_update(message.env_ids)
                 elif isinstance(message, failures.Report) and message.operation == "close":
-                    _logger.warning("%s", failures.to_error(message, worker=worker))
+                    logger.warning("%s", failures.to_error(message, worker=worker))
             if not readable:
                 still_open -= set(filter(self.has_ended, still_open))
                 if remaining <= 0:
@@ -163,7 +161,7 @@ class Connections:
         for worker in sorted(still_open) if timeout and tell else ():
             late = sorted(unclosed[worker])
             name = f"{name_envs(late) if late else 'spare envs, threads, atexit functions'} (worker {worker})"
-            _logger.warning(
+            logger.warning(
                 "close of %s was cut off after %s s; close(timeout=None) waits for it", name, timeout
             )
 

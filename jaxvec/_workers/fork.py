@@ -35,8 +35,6 @@ from jaxvec._workers.forkserver import (
     REAP,
     Imports,
     Inherited,
-    Refused,
-    Started,
 )
 from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.output import Output
@@ -253,12 +251,12 @@ class Forker:
                     "the fork server did not answer in time. If a module in preload is slow to import, "
                     "remove it, or pass a larger Timeouts(start=...)"
                 )
-            answer: Started | Refused = channel.receive(deadline)
-            if isinstance(answer, Refused):
-                if not isinstance(answer.error, OSError):  # of its imports: it will refuse every fork
+            answer: int | Exception = channel.receive(deadline)
+            if isinstance(answer, Exception):
+                if not isinstance(answer, OSError):  # of its imports: it will refuse every fork
                     self._discard_server()
-                raise answer.error
-            return ForkedWorker(answer.pid, channel.descriptors.pop(), server, number), channel
+                raise answer
+            return ForkedWorker(answer, channel.descriptors.pop(), server, number), channel
         except BaseException:  # also a timeout, after which the server may still fork the worker
             server.drop(number)
             channel.close()

@@ -57,8 +57,8 @@ class Inherited:
 # names its request, so that one left by an interrupted call is not taken for another:
 # - First message: a pickled `Imports`.
 # - FORK and a number for the worker, with four descriptors: the worker's end of its control socket, stdout,
-#   stderr and working directory. The answer comes on the control socket: `Started` with a pidfd, or
-#   `Refused`. The worker then reads there what it has `Inherited`.
+#   stderr and working directory. The answer comes on the control socket: a process id, with a pidfd, or the
+#   error for which there is no worker. The worker then reads there what it has `Inherited`.
 # - REAP and the number of a worker, which is killed if it has not ended. The answer is the number and its
 #   exit code. Until then the worker is a zombie, so its pid and process group can't belong to another
 #   process. The program does not wait for the answer if the worker's start was interrupted, or its handle is
@@ -85,20 +85,6 @@ class Imports:
     own_path: bool  # whether the server's own `sys.path` comes first
 
 
-@dataclass(frozen=True)
-class Started:
-    """Answer of the server: the worker runs. Its pidfd comes with this message."""
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Answer of the server: there is no worker, because of this error."""
-
-    error: Exception
-
-
 class ThreadsError(RuntimeError):
     """Error of a server with several threads, which can't be forked safely."""
 
@@ -108,9 +94,7 @@ def main(lifeline: int, requests: int, program: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program handles Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the program ignores it, `waitpid` would fail
     server = _Server(lifeline, socket.socket(fileno=requests), program)
-    worker = server.serve()
-    if worker is not None:
-        _worker.run_worker(worker)
+    _worker.run_worker(server.serve())
 
 
 class _Server:
@@ -126,7 +110,7 @@ class _Server:
         _adopt_orphans()
         _lifeline.release(lifeline)  # `serve` polls it, to outlive the workers
 
-    def serve(self) -> Channel | None:
+    def serve(self) -> Channel:
         """Answers requests until the program ends. Returns only in workers: their control socket."""
         poll = select.poll()
         poll.register(self._requests, select.POLLIN)
@@ -175,7 +159,7 @@ class _Server:
         """Forks and answers. Returns the control socket in the worker, and `None` in the server."""
         control, *others = descriptors
         channel = adopt_channel(control)
-        answer: Started | Refused
+        answer: int | Exception
         pidfds: list[int] = []
         try:
             if self._refusal is not None:
@@ -184,7 +168,7 @@ class _Server:
                 raise ConnectionError("a preloaded module was edited")  # the program starts a new server
             pid = os.fork()
         except Exception as error:
-            answer = Refused(error)
+            answer = error
         else:
             if pid == 0:
                 self._become_worker(channel, *others)
@@ -194,7 +178,7 @@ class _Server:
             with suppress(OSError):
                 os.setpgid(pid, pid)
             pidfds.append(os.pidfd_open(pid))
-            answer = Started(pid)
+            answer = pid
         with suppress(EOFError):  # the program no longer waits for it, and will have it reaped
             channel.send(answer, descriptors=pidfds)
         channel.close()

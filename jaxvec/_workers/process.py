@@ -6,7 +6,6 @@ requests over the control sockets, failures and replacements.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +30,7 @@ from jaxvec._options import LimitName
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Trace
-from jaxvec._util import usable_cores
+from jaxvec._util import logger, usable_cores
 from jaxvec._workers import fork
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import (
@@ -52,9 +51,6 @@ from jaxvec._workers.spawn import Spawner
 from jaxvec._workers.supervisor import Supervisor
 
 _SPIN_NS = 200_000  # how long an idle worker spins before it sleeps
-
-
-_logger = logging.getLogger("jaxvec")
 
 
 def choose_start_method(name: str) -> str:
@@ -78,9 +74,11 @@ class LocalLauncher(Launcher):
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config, interpreter) if forks else Spawner(config, interpreter)
         if config.workers.preload and not forks:
-            modules = list(config.workers.preload)
-            reason = fork.reason_unavailable()
-            _logger.warning("preload=%s has no effect: workers can't be forked here: %s", modules, reason)
+            logger.warning(
+                "preload=%s has no effect: workers can't be forked here: %s",
+                list(config.workers.preload),
+                fork.reason_unavailable(),
+            )
         self._latest: dict[int, tuple[Process, Channel]] = {}  # by worker
         self._output = Output()
         if config.workers.output == "file":
@@ -106,7 +104,7 @@ class LocalLauncher(Launcher):
                     f"the fork server can't be used: {error}, and a fork of several threads is not safe; use "
                     'start_method="spawn", or remove the module that starts them from preload'
                 ) from error
-            _logger.info('using start_method="spawn": %s', error)
+            logger.info('using start_method="spawn": %s', error)
             self._launcher = Spawner(self._config, self._interpreter)
             return self._launcher.launch(streams)
 

@@ -158,13 +158,12 @@ class SerialWorkers(WorkerGroup):
         return arrays
 
     def open_engine(self, config: EngineConfig) -> Engine:
-        self._rows = config.pending_envs.rows
         return self._open_engine(config=config, step_here=partial(self.send, Verb.STEP))
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         if self.env_settings is not None:
             # For each new request number, the slice copies the received rows, which it repeats after a fault.
-            self._requested[self._rows(slots)] += 1
+            self._requested[slots] += 1
         if verb not in (Verb.STEP, Verb.RESET):
             self._host.run(self._slice.perform, verb, slots)
             return

@@ -10,7 +10,6 @@ Step results do not pass through here: workers mark their slots in the segment a
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import pickle
@@ -43,15 +42,13 @@ from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._native import interrupts
 from jaxvec._options import LimitName
 from jaxvec._tracing import Loss, Trace
-from jaxvec._util import dumps
+from jaxvec._util import dumps, logger
 from jaxvec._workers import protocol
 from jaxvec._workers.base import Check, Launcher, WaitLimits
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.connections import Connections
 from jaxvec._workers.diagnosis import Diagnosis, join, take_losses
 from jaxvec._workers.fair_locks import FairLocks
-
-_logger = logging.getLogger("jaxvec")
 
 # Any number of threads may send requests and wait for envs at the same time:
 # - One thread at a time has a request to a given worker (`_request_locks`). Until it has the reply, only this
@@ -392,7 +389,7 @@ class Supervisor:
                 elif isinstance(message, protocol.Retired):
                     self._replace_retired(worker)
                 elif isinstance(message, failures.Report) and message.operation == "close":
-                    _logger.warning("%s", failures.to_error(message, worker=worker))
+                    logger.warning("%s", failures.to_error(message, worker=worker))
                 elif isinstance(message, failures.Report):
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
                 elif isinstance(message, protocol.Closed):  # of a worker that ends
@@ -484,10 +481,10 @@ class Supervisor:
         retirement = self._retiring[worker]
         name = self.diagnosis.name(worker)
         losses = take_losses(self.env_settings, range(*self._recipe.slices[worker]))
-        _logger.info("%s is recycled, as %s%s", name, retirement.reason, losses)
+        logger.info("%s is recycled, as %s%s", name, retirement.reason, losses)
         if retirement.warning and worker not in self._warned:
             self._warned.add(worker)
-            _logger.warning("%s %s", name, retirement.warning)
+            logger.warning("%s %s", name, retirement.warning)
         self._relaunch(worker, None, "the worker was recycled")
 
     def _relaunch(self, worker: int, error: JaxvecError | None, loss: str) -> None:

@@ -17,6 +17,7 @@ import platform
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, get_args
 import jaxvec
 from jaxvec import _native
 from jaxvec._backends.ray import cluster
-from jaxvec._engine import choice, native_dispatch
+from jaxvec._engine import choice
 from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._memory import pinned, segment
 from jaxvec._native import NativeUnavailableError
@@ -86,12 +87,12 @@ def _examine() -> Iterator[tuple[str, str]]:
     yield "getaffinity", "permitted" if affinity() else "off: usable cores are those of the machine"
     reason = lifeline.reason_for_thread()
     yield "F_SETSIG", "permitted" if reason is None else f"off: {reason}; a thread ends each worker"
-    for call, reason in segment.denied_calls().items():
+    for call, reason in _denied_calls().items():
         yield call, "permitted" if reason is None else f"off: {reason}"
     reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
     yield "dispatch", choice.choose_dispatch("auto")
-    reason = reason or native_dispatch.reason_for_long_slices()
+    reason = reason or _reason_for_long_slices()
     yield "short slices", "granted" if reason is None else f"off: {reason}"
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"
@@ -99,6 +100,32 @@ def _examine() -> Iterator[tuple[str, str]]:
     reason = pinned.reason_unavailable()
     yield "page-locking", "ready" if reason is None else f"off: {reason}"
     yield "ray", cluster.describe()
+
+
+def _denied_calls() -> dict[str, str | None]:
+    """Returns what replaces each system call for shared memory that is denied here; `None` for the others."""
+    calls: dict[str, str | None] = dict.fromkeys(("memfd_create", "fallocate", "F_ADD_SEALS"))
+    try:
+        memory = os.memfd_create("jaxvec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        calls["memfd_create"] = f"{error}; pools use POSIX shared memory"
+        memory = segment.create_memory("jaxvec")
+    try:
+        os.posix_fallocate(memory, 0, 1)
+    except (AttributeError, OSError) as error:
+        calls["fallocate"] = f"{error}; pools write zeros to allocate memory"
+    try:
+        segment.seal(memory)
+    except (AttributeError, OSError) as error:
+        calls["F_ADD_SEALS"] = f"{error}; envs could change the size of the shared memory"
+    os.close(memory)
+    return calls
+
+
+def _reason_for_long_slices() -> str | None:
+    """Returns why threads that wait for steps get no short slices; `None` if they get them."""
+    with ThreadPoolExecutor(1) as pool:  # so that this thread keeps its slices
+        return pool.submit(_native.load().request_short_slices).result()
 
 
 def _run_doctor(options: Namespace) -> Outcome:
