@@ -399,8 +399,8 @@ def _leak_descriptor():
 
 MEGABYTE = 1_000_000
 LEAKS = {
-    "C memory": (_leak_c, {"memory": "300MB"}),
-    "Python": (lambda: _hoard.append(b"x" * MEGABYTE), {"memory": "300MB"}),
+    "C memory": (_leak_c, {"memory": 300 * MEGABYTE}),
+    "Python": (lambda: _hoard.append(b"x" * MEGABYTE), {"memory": 300 * MEGABYTE}),
     "descriptors": (_leak_descriptor, {"descriptors": 250}),
 }
 

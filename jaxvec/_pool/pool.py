@@ -166,10 +166,6 @@ class Pool:
         """Returns the pool's extension of a class, if it has one."""
         return next((extension for extension in self._extensions if isinstance(extension, kind)), None)
 
-    def generation(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
-        """Returns the generations `[n]` that a fresh handle to `slots` contains."""
-        return self.engine.generation[slots]
-
     def move_all(self, verb: Verb, caller: Caller | None = None) -> Move:
         """Returns a move of all envs by a caller without a handle."""
         move = self._moves.get((verb, caller))

@@ -82,4 +82,4 @@ def serving(pool_id: int, fingerprint: int, fresh: int | None = None) -> Generat
         if pool is not None:
             pool.state.keep_error(error, under_way=False)
         raise
-    pool.state.count_success()
+    pool.engine.count_success()  # which makes earlier errors obsolete

@@ -252,10 +252,6 @@ class PoolState:
             self.break_by(error)
         self._program_error = self._engine.num_served, error
 
-    def count_success(self) -> None:
-        """Counts a program's call that succeeded, which makes earlier errors obsolete."""
-        self._engine.count_success()
-
     def take_error(self) -> BaseException | None:
         """Returns and forgets the error of the latest call of a program; `None` if that call succeeded."""
         failure = self._program_error

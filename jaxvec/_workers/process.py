@@ -217,14 +217,14 @@ class ProcessWorkers(WorkerGroup):
         # First, so that a worker that is replaced during the request also gets them.
         before = self.supervisor.options
         self.supervisor.options = options
-
-        def arguments(*slots: int) -> tuple[Options] | None:
-            # Only workers with changed options: the others may be in the middle of a long step.
-            changed = options_changed(before, options, *slots)
-            return (select_options(options, *slots),) if changed else None
-
         try:
-            self.request(Slice.set_options, arguments)
+            # Only workers with changed options: the others may be in the middle of a long step.
+            self.request(
+                Slice.set_options,
+                lambda *slots: (
+                    (select_options(options, *slots),) if options_changed(before, options, *slots) else None
+                ),
+            )
         except NotPicklableError:
             self.supervisor.options = before
             raise

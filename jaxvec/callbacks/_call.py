@@ -254,7 +254,9 @@ def token_of(pool: Pool, move: Move) -> Array:
     token = np.empty((len(move.slots), 3), np.uint32)
     token[:, 0] = pool.id
     token[:, 1] = move.slots
-    token[:, 2] = pool.generation(move.slots) if move.generation is None else move.generation + np.uint32(1)
+    token[:, 2] = (
+        pool.engine.generation[move.slots] if move.generation is None else move.generation + np.uint32(1)
+    )
     return token
 
 

@@ -339,14 +339,14 @@ def step_until(envs, count, maximum=2000):
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("limit", [{"memory": "120MB"}, {"descriptors": 1}])
+@pytest.mark.parametrize("limit", [{"memory": 120_000_000}, {"descriptors": 1}])
 def test_each_limit_replaces_the_workers(limit):
     with make(Leaking, Recycle(**limit)) as envs:
         step_until(envs, 2)
 
 
 def test_a_limit_below_a_new_process_is_warned_of_once_per_worker(caplog):
-    with make(CountingEnv, Recycle(memory="1MB")) as envs:
+    with make(CountingEnv, Recycle(memory=1_000_000)) as envs:
         step_until(envs, 3)
     workers = [f"worker {worker} (envs {2 * worker}, {2 * worker + 1})" for worker in range(2)]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -355,7 +355,7 @@ def test_a_limit_below_a_new_process_is_warned_of_once_per_worker(caplog):
 
 
 def test_a_leak_stays_below_the_limit_of_memory():
-    with make(Leaking, Recycle(memory="150MB", steps=100)) as envs:
+    with make(Leaking, Recycle(memory=150_000_000, steps=100)) as envs:
         envs.reset(seed=0)
         for _ in range(250):
             envs.step([7] * NUM_ENVS)
