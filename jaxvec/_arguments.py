@@ -75,55 +75,53 @@ def _index(seed: Any) -> int:
         raise TypeError(f"a seed must be an integer, got {seed!r}") from error
 
 
-# Reset options, with one entry per env of the pool; None if no env has any.
-Options: TypeAlias = tuple[dict[str, Any] | None, ...] | None
+# Options of resets by slot, for the envs that have some.
+Options: TypeAlias = Mapping[int, dict[str, Any]]
 
 
-def expand_options(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
-    """Returns one entry per env of the pool: the options given for `slots`, and `None` for other envs.
+def expand_options(options: Any, slots: NDArray[Any]) -> Options:
+    """Returns the options of a reset of `slots`.
 
     `options` is a dict for all of `slots`, or a sequence with a dict or `None` for each slot.
 
     Raises `ValueError` for a wrong number of dicts, and `TypeError` for other types.
     """
     if options is None:
-        return None
+        return {}
     if isinstance(options, Mapping):
-        dicts: list[Any] = [dict(options)] * len(slots)
+        dicts: list[Any] = [options] * len(slots)
     elif isinstance(options, Sequence) and not isinstance(options, (str, bytes)):
         dicts = list(options)
     else:
         raise TypeError(f"options must be a dict, or one for each env, not {type(options).__name__}")
     if len(dicts) != len(slots):
         raise ValueError(f"options: got {len(dicts)} dicts for {len(slots)} envs; pass one, or one per env")
-    of_envs: list[dict[str, Any] | None] = [None] * num_envs
-    for slot, env_options in zip(slots.tolist(), dicts, strict=True):
-        if env_options is not None and not isinstance(env_options, Mapping):
+    by_slot = zip(slots.tolist(), dicts, strict=True)
+    chosen = {slot: env_options for slot, env_options in by_slot if env_options is not None}
+    for slot, env_options in chosen.items():
+        if not isinstance(env_options, Mapping):
             raise TypeError(f"options of env {slot} must be a dict or None, not {type(env_options).__name__}")
-        of_envs[slot] = None if env_options is None else dict(env_options)
-    return tuple(of_envs)
+    return {slot: dict(env_options) for slot, env_options in chosen.items()}
 
 
-def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs: int) -> Options:
-    """Returns `held` with the options of `slots` replaced by those in `options`.
+def merge_options(current: Options, options: Options, slots: NDArray[Any]) -> Options:
+    """Returns `current` with the options of `slots` replaced by those in `options`.
 
     The other envs keep their options, because an earlier reset of them may not have started yet.
     """
-    after = list(held or (None,) * num_envs)
-    for slot in slots.tolist():
-        after[slot] = options[slot] if options else None
-    return None if all(env_options is None for env_options in after) else tuple(after)
+    replaced = set(slots.tolist())
+    others = {slot: env_options for slot, env_options in current.items() if slot not in replaced}
+    return others | {slot: options[slot] for slot in replaced & options.keys()}
 
 
 def options_changed(before: Options, after: Options, first: int, stop: int) -> bool:
     """Returns True if envs `first` to `stop - 1` have other dicts, compared by identity, in `after`."""
-    nothing = (None,) * stop
-    pairs = zip((before or nothing)[first:stop], (after or nothing)[first:stop], strict=True)
-    return any(old is not new for old, new in pairs)
+    return any(before.get(slot) is not after.get(slot) for slot in range(first, stop))
 
 
 def select_options(options: Options, first: int, stop: int) -> Options:
-    return None if options is None else options[first:stop]
+    """Returns the options of a slice, by index within the slice."""
+    return {slot - first: options[slot] for slot in range(first, stop) if slot in options}
 
 
 T = TypeVar("T")

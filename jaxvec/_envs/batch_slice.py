@@ -164,12 +164,9 @@ class BatchSlice(Slice):
                     )
             seeds = self._arrays["seed",][rows]
             reset = rows.start + np.flatnonzero(chosen)
-            options_of_slots = (
-                [] if self._options is None else [self._options[slot - self.first] for slot in reset]
-            )
-            options = next(
-                (slot_options for slot_options in options_of_slots if slot_options is not None), None
-            )  # one for the whole instance
+            indices = reset - self.first
+            of_envs = (self._options[index] for index in indices.tolist() if index in self._options)
+            options = next(of_envs, None)  # one for the whole instance
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._error_context(which, "reset"):  # ends forks before they write rows
@@ -177,7 +174,6 @@ class BatchSlice(Slice):
             with self._error_context(which, "reset"):
                 obs, info = split_reset(result)
                 self._write(self._spec.obs, obs, rows)
-            indices = reset - self.first
             self._returns[indices] = 0
             self._lengths[indices] = 0
             self._over[indices] = False

@@ -167,8 +167,8 @@ class EnvSlice(Slice):
             index = slot - self.first
             self.running[0] = slot + 1
             try:
-                options = None if self._options is None else self._options[index]
-                self.rows.write_obs(index, self._start(index, *self.slots.reset(index, options)))
+                reset = self.slots.reset(index, self._options.get(index))
+                self.rows.write_obs(index, self._start(index, *reset))
                 for extension in self.extensions:
                     extension.env_reset(index, self.slots.given_seed(index))
                 if done is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
-from jaxvec._arguments import Options
+from jaxvec._arguments import Options, merge_options
 from jaxvec._engine.move import Verb, merge
 from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.envs import EnvFailure
@@ -32,20 +32,13 @@ class EnvSettings:
 
     def __init__(self, pack: Callable[[Any], Any]) -> None:
         self._pack = pack  # copies or pickles a value, so that later changes by its owner have no effect
-        self._options: dict[int, dict[str, Any]] = {}
+        self._options: Options = {}
         self._attributes: dict[int, dict[str, Any]] = {}
         self._called: set[int] = set()
 
     def reset(self, slots: NDArray[Any], options: Options) -> None:
-        """Records the options of a reset of `slots`; `options` has one entry per env of the pool."""
-        if options is None and not self._options:
-            return
-        for slot in slots.tolist():
-            slot_options = None if options is None else options[slot]
-            if slot_options is None:
-                self._options.pop(slot, None)
-            else:
-                self._options[slot] = slot_options
+        """Records the options of a reset of `slots`."""
+        self._options = merge_options(self._options, options, slots)
 
     def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
         packed: dict[int, Any] = {}  # by identity: often all envs share one large value
@@ -109,7 +102,7 @@ class Slice(ABC):
     find_retirement: Callable[[], Retirement | None] | None = None
     recorder: SpanRecorder | None = None  # `None` while no trace is recorded
     _trace: Trace | None = None  # of the last trace
-    _options: Options = None  # of resets that the program requests
+    _options: Options = {}  # noqa: RUF012 - of resets that the program requests, by index; never changed
 
     def answer(self, method: MethodName, *args: Any) -> Any:
         """Returns the result of a request: a method of the slice, of its `access`, or of an extension.
@@ -187,8 +180,8 @@ class Slice(ABC):
     def _record_calls(self, recorder: SpanRecorder | None) -> None: ...
 
     def set_options(self, options: Options) -> None:
-        """Sets the options of all later resets that the program requests, one per env of the slice."""
-        self._options = None if options is None else tuple(map(self.access.copied, options))
+        """Sets the options of all later resets that the program requests, by index."""
+        self._options = {index: self.access.copied(env_options) for index, env_options in options.items()}
 
     def close(self) -> None:
         """Closes envs that the extensions built. The caller closes those that it passed in."""

@@ -108,7 +108,7 @@ class Pool:
         self.views: Views = Views(spec, arrays, self.pending_envs.rows)
         self._segment = whole_segment(arrays, layout)
         self._pinning_tried = False
-        self._options: Options = None  # the reset options that the workers hold
+        self._options: Options = {}  # the reset options that the workers hold
         self.resets_required: bool = resets_required
         if not resets_required:
             self.pending_envs.needs_reset[:] = False
@@ -386,15 +386,12 @@ class Pool:
     def _parse_options(self, options: Any, slots: NDArray[Any]) -> tuple[Options, Rows]:
         """Returns the options for the control sockets, and those for the segment if they are declared."""
         if self.spec.reset_options is None:
-            return expand_options(options, slots, self.spec.num_envs), ()
-        return None, check_options(self.spec, options, len(slots), name_row=lambda row: f"env {slots[row]}")
+            return expand_options(options, slots), ()
+        return {}, check_options(self.spec, options, len(slots), name_row=lambda row: f"env {slots[row]}")
 
     def _changes_options(self, options: Options, slots: NDArray[Any]) -> bool:
         """Returns True if the workers may hold other reset options than these for some of `slots`."""
-        current = self._options
-        return options is not None or (
-            current is not None and any(current[slot] is not None for slot in slots)
-        )
+        return bool(options) or not self._options.keys().isdisjoint(slots.tolist())
 
     def _envs_to_reset(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
         """Returns the envs that a reset sends, in sending order. They are not pending any more."""
@@ -428,7 +425,7 @@ class Pool:
             is_chosen = np.isin(slots, chosen)  # the workers of pending envs may be reading the others
             self.views.write_options(slots[is_chosen], [rows[is_chosen] for rows in declared])
         if self._changes_options(options, chosen):
-            merged = merge_options(self._options, options, chosen, self.spec.num_envs)
+            merged = merge_options(self._options, options, chosen)
             with self.state.breaking():
                 self.workers.set_options(merged)
             self._options = merged

@@ -137,7 +137,7 @@ class Supervisor:
         self._budget = budget
         self.deadlines: Deadlines = Deadlines(recipe.config.timeouts.start)
         # For replacements: options of resets, settings of the envs, and capacity of the span recorder.
-        self.options: Options = None
+        self.options: Options = {}
         self.env_settings: EnvSettings | None = EnvSettings(dumps) if recipe.has_fault else None
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
