@@ -18,6 +18,9 @@ from jaxvec._tracing import Span, Trace
 _WAIT = 200_000_000  # ns; the longest wait in C++, during which no Python signal handler can run
 
 _STATUSES = tuple(Status)
+_LAST_CALLER, _OPEN, _NUM_SERVED = range(3)  # fields of `State` in engine.h
+# `Span` in trace.h
+_SPAN = np.dtype([("start", np.int64), ("end", np.int64), ("thread", np.uint32), ("what", np.uint32)])
 _PARTS = ("write actions", "dispatch", "wait for workers", "copy results")
 _CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
 _NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=32))
@@ -55,38 +58,42 @@ class CEngine(Engine):
         terminated, truncated = config.views.over if config.ends_need_reset else (None, None)
         timeout_ns = FOREVER_NS if config.timeout is None else int(config.timeout * 1e9)
         self.generation = np.zeros(len(pending_envs.needs_reset), np.uint32)
-        self._native = load().engine(
-            pool_id=config.pool_id,
-            parent=dispatch.native_end,
-            fingerprint=fingerprint,
-            batch_size=batch_size,
-            in_order=config.in_order,
-            all_at_once=config.all_at_once,
-            wait_ns=min(_WAIT, timeout_ns),
-            step_ns=timeout_ns,
-            generation=self.generation,
-            actions=actions,
-            num_options=num_options,
-            results=results,
-            nonzero=nonzero,
-            in_flight=pending_envs.in_flight,
-            sent=pending_envs.sent_words,
-            num_sent=pending_envs.num_sent,
-            due=pending_envs.due,
-            needs_reset=pending_envs.needs_reset,
-            terminated=terminated,
-            truncated=truncated,
-            step_here=step_here,
-            all_slots=pending_envs.all,
+        self._num_served_here = 0
+        self._native, state = load().engine(
+            {
+                "pool_id": config.pool_id,
+                "parent": dispatch.native_end,
+                "fingerprint": fingerprint,
+                "batch_size": batch_size,
+                "in_order": config.in_order,
+                "all_at_once": config.all_at_once,
+                "wait_ns": min(_WAIT, timeout_ns),
+                "step_ns": timeout_ns,
+                "generation": self.generation,
+                "actions": actions,
+                "num_options": num_options,
+                "results": results,
+                "nonzero": nonzero,
+                "in_flight": pending_envs.in_flight,
+                "sent": pending_envs.sent_words,
+                "num_sent": pending_envs.num_sent,
+                "due": pending_envs.due,
+                "needs_reset": pending_envs.needs_reset,
+                "terminated": terminated,
+                "truncated": truncated,
+                "step_here": step_here,
+                "all_slots": pending_envs.all,
+            }
         )
+        self._state = memoryview(state)  # `State` in engine.h, which says who writes what
 
     @property
     def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._native.last_caller()
+        return self._state[_LAST_CALLER]
 
     @property
     def num_served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._native.num_served()
+        return (self._state[_NUM_SERVED] + self._num_served_here) % 2**32
 
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
         return self._native.enter(slots, exclusive, int(seconds * 1e9))
@@ -144,16 +151,16 @@ class CEngine(Engine):
     def advance(self, move: Move) -> None:
         if move.caller is not None:
             self.generation[move.slots] += np.uint32(1)
-            self._native.set_last_caller(move.caller_code)
+            self._state[_LAST_CALLER] = move.caller_code
 
     def retract(self, move: Move, last_caller: int) -> None:
         if move.caller is not None:
             self.generation[move.slots] -= np.uint32(1)
-            if self._native.last_caller() == move.caller_code:
-                self._native.set_last_caller(last_caller)
+            if self.last_caller == move.caller_code:
+                self._state[_LAST_CALLER] = last_caller
 
     def count_success(self) -> None:
-        self._native.count_success()
+        self._num_served_here += 1
 
     def wait_for_copies(self) -> None:
         self._native.wait_for_copies()
@@ -163,14 +170,17 @@ class CEngine(Engine):
 
     def close_fast_path(self) -> None:
         super().close_fast_path()
-        self._native.close_fast_path()
+        self._state[_OPEN] = 0
 
     def start_trace(self, capacity: int) -> None:
         self._native.start_trace(capacity)
 
     def stop_trace(self) -> Trace:
-        spans, lost = self._native.stop_trace()
-        return Trace([Span(_NAMES[what], *rest) for what, *rest in spans], lost)
+        memory, count = self._native.stop_trace()
+        ring = np.frombuffer(memory, _SPAN)
+        kept = min(count, len(ring))
+        spans = np.roll(ring, -count)[len(ring) - kept :].tolist()  # oldest first
+        return Trace([Span(_NAMES[what], *times, thread) for *times, thread, what in spans], count - kept)
 
     def close(self) -> None:
         super().close()

@@ -131,21 +131,23 @@ class EnvSlice(Slice):
         if compiled is not None:
             marks = *self.episodes.end_marks, *self.rows.final.columns
             self._run = compiled.stepper(
-                states=self.episodes.state,
-                infos=self.rows.infos,
-                # C++ can't clear columns of objects; with `None`, every marked row is left to Python.
-                marks=None if any(column.dtype.hasobject for column in marks) else marks,
-                returns=self.episodes.returns,
-                lengths=self.episodes.lengths,
-                row_reward=rows["reward",],
-                row_return=rows["info", "episode_return"],
-                row_length=rows["info", "episode_length"],
-                running=running,
-                forked=forked,
-                write_obs=self.rows.write_obs,
-                write_info=self.rows.write_info,
-                first=first,
-                marked=MARKED,
+                {
+                    "states": self.episodes.state,
+                    "infos": self.rows.infos,
+                    # C++ can't clear columns of objects; with `None`, every marked row is left to Python.
+                    "marks": None if any(column.dtype.hasobject for column in marks) else marks,
+                    "returns": self.episodes.returns,
+                    "lengths": self.episodes.lengths,
+                    "row_reward": rows["reward",],
+                    "row_return": rows["info", "episode_return"],
+                    "row_length": rows["info", "episode_length"],
+                    "running": running,
+                    "forked": forked,
+                    "write_obs": self.rows.write_obs,
+                    "write_info": self.rows.write_info,
+                    "first": first,
+                    "marked": MARKED,
+                }
             ).run
         self._selection = _Selection(b"", [], slice(0, 0, 1))
         self.access = SlotAccess(self.slots, self.rows, first)

@@ -342,12 +342,7 @@ def _padded_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
     def write(slot: int, value: Any) -> None:
         (write_stored if value.__class__ is PaddedValue else write_value)(slot, value)
 
-    if _native.ext is None or node.kind not in ("text", "sequence") or "cut" in node.keys:
-        return write
-    # The compiled writer takes str and tuples, and leaves other values to `write`.
-    item = None if node.item is None else writer(node.item, _item_rows(node, arrays), check=check)
-    parts = tuple(arrays[leaf.path] for leaf in leaves(node.children[0]))
-    return _native.ext.padded_writer(write, item, arrays[(*node.path, "length")], parts)
+    return write
 
 
 def _max_size(node: Node, arrays: Arrays) -> int:

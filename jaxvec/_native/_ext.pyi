@@ -1,7 +1,7 @@
 """Types of the native library, see module.cc. Arrays of slots are int64, arrays of generations uint32."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, TypedDict, final
 
 from numpy.typing import NDArray
 
@@ -78,47 +78,41 @@ class Engine:
     def check_handle(self, slots: NDArray[Any], generation: NDArray[Any] | None, /) -> int: ...
     def check_envs(self, slots: NDArray[Any], stepped: bool, /) -> int: ...
     def wait_for_copies(self) -> None: ...
-    def close_fast_path(self) -> None: ...
     def allow_gpu(self) -> None: ...
-    def count_success(self) -> None: ...
-    def num_served(self) -> int: ...
-    def last_caller(self) -> int: ...
-    def set_last_caller(self, code: int, /) -> None: ...
     def start_trace(self, capacity: int, /) -> None: ...
-    def stop_trace(self) -> tuple[list[tuple[int, int, int, int]], int]:
-        """Returns the spans (what, start, end, thread), and the number of overwritten ones."""
+    def stop_trace(self) -> tuple[bytes, int]:
+        """Returns the ring buffer, with the `Span`s of trace.h, and the number of spans that were added."""
 
     def close(self) -> None: ...
 
-def engine(
-    *,
-    pool_id: int,
-    parent: Parent,
-    fingerprint: int,
-    batch_size: int,
-    in_order: bool,
-    all_at_once: bool,
-    wait_ns: int,
-    step_ns: int,
-    generation: NDArray[Any],
-    actions: Sequence[NDArray[Any]],
-    num_options: int,
-    results: Sequence[NDArray[Any]],
-    nonzero: Sequence[NDArray[Any] | None],
-    in_flight: NDArray[Any],
-    sent: NDArray[Any],
-    num_sent: NDArray[Any],
-    due: NDArray[Any],
-    needs_reset: NDArray[Any],
-    terminated: NDArray[Any] | None,
-    truncated: NDArray[Any] | None,
-    step_here: Callable[[NDArray[Any]], None] | None,
-    all_slots: NDArray[Any],
-) -> Engine:
-    """Returns an engine, which programs find by its pool's id until it is closed.
+class Plan(TypedDict):
+    """The arguments of an engine; `Plan` in engine.h documents them."""
 
-    `Plan` in engine.h documents the arguments.
-    """
+    pool_id: int
+    parent: Parent
+    fingerprint: int
+    batch_size: int
+    in_order: bool
+    all_at_once: bool
+    wait_ns: int
+    step_ns: int
+    generation: NDArray[Any]
+    actions: Sequence[NDArray[Any]]
+    num_options: int
+    results: Sequence[NDArray[Any]]
+    nonzero: Sequence[NDArray[Any] | None]
+    in_flight: NDArray[Any]
+    sent: NDArray[Any]
+    num_sent: NDArray[Any]
+    due: NDArray[Any]
+    needs_reset: NDArray[Any]
+    terminated: NDArray[Any] | None
+    truncated: NDArray[Any] | None
+    step_here: Callable[[NDArray[Any]], None] | None
+    all_slots: NDArray[Any]
+
+def engine(plan: Plan, /) -> tuple[Engine, NDArray[Any]]:
+    """Returns an engine, which programs find by its pool's id until it is closed, and its `State`."""
 
 # --- call.h, cuda.h, ffi.h, interrupts.h, stacks.h ---
 
@@ -193,21 +187,9 @@ def nested_writer(
 ) -> Callable[[int, Any], None]:
     """Returns a faster `write` for a dict with these keys, or for a tuple; see `leaf_writer`."""
 
-def padded_writer(
-    write: Callable[[int, Any], None],
-    item: Callable[[int, Any], None] | None,
-    sizes: NDArray[Any],
-    parts: tuple[NDArray[Any], ...],
-    /,
-) -> Callable[[int, Any], None]:
-    """Returns a faster `write` for a sequence with this writer of its items, or for text; see `leaf_writer`.
-
-    `parts` are the arrays `[n, size, ...]` of the items or characters, and `sizes` the int32 array `[n]`.
-    """
-
 def plain_identity(
     container: Any, atoms: set[type], known: int | None, /
-) -> Literal[True] | tuple[int, list[int]] | None:
+) -> Literal[True] | tuple[int, set[int]] | None:
     """Recognises a container that has not changed; see `Plain` in `_snapshots/node_types.py`."""
 
 def restore_changes(
@@ -220,28 +202,30 @@ def save_changes(
 ) -> list[Fields] | None:
     """Returns a snapshot that shares unchanged parts with `before`; `None` if Python has to save it."""
 
-def stepper(
-    *,
-    states: list[int],
-    infos: list[dict[str, Any]],
-    marks: tuple[NDArray[Any], ...] | None,
-    returns: NDArray[Any],
-    lengths: NDArray[Any],
-    row_reward: NDArray[Any],
-    row_return: NDArray[Any],
-    row_length: NDArray[Any],
-    running: NDArray[Any],
-    forked: list[int],
-    write_obs: Callable[[int, Any], None],
-    write_info: Callable[[int, dict[str, Any]], None],
-    first: int,
-    marked: int,
-) -> Stepper:
-    """Returns the stepping loop of a slice. `Stepper` in stepper.cc documents the arguments.
+class Columns(TypedDict):
+    """The arguments of a stepping loop; `Stepper` in stepper.cc documents them.
 
     Lists and arrays are indexed by env, and the loop changes them. With `marks=None`, Python handles the
     first step after an episode's end.
     """
+
+    states: list[int]
+    infos: list[dict[str, Any]]
+    marks: tuple[NDArray[Any], ...] | None
+    returns: NDArray[Any]
+    lengths: NDArray[Any]
+    row_reward: NDArray[Any]
+    row_return: NDArray[Any]
+    row_length: NDArray[Any]
+    running: NDArray[Any]
+    forked: list[int]
+    write_obs: Callable[[int, Any], None]
+    write_info: Callable[[int, dict[str, Any]], None]
+    first: int
+    marked: int
+
+def stepper(columns: Columns, /) -> Stepper:
+    """Returns the stepping loop of a slice."""
 
 @final
 class Stepper:

@@ -48,14 +48,10 @@ bool unpack(const int64_t* layout, const int64_t* end, const std::vector<Array>&
 }
 
 std::string ask_python(Call& call, Status status, Engine* engine) {
-  return ask_python(call, status, engine, python.load());
-}
-
-std::string ask_python(Call& call, Status status, Engine* engine,
-                       const std::function<std::string(Call&)>& answer) {
   call.status = static_cast<uint32_t>(status);
   call.pool = pool_id_of(call.operands);
-  std::string error = python.load() == nullptr ? "the Python interpreter has ended" : answer(call);
+  const Answer answer = python.load();
+  std::string error = answer == nullptr ? "the Python interpreter has ended" : answer(call);
   if (status == Status::kUnderWay) engine->release();
   return error;
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,10 +23,10 @@ struct Call {
   uint32_t interrupts;  // value of `interrupts()` when the call started
   uint32_t on_device;   // whether a program on a GPU calls; operands and results are in host memory anyway
   uint32_t pool;        // id of the pool; 0 if the first operand is not a token
-  // For a program on a GPU: the device memory of all small results, which one last copy fills. Null if that
-  // is the token alone.
+  // For a program on a GPU: the device memory of all small results, which one last copy fills.
   void* packed;
   uint64_t packed_bytes;
+  void* raised;  // for a caller in Python: the `Ref` that gets the exception that ends the call; else null
 };
 
 // Finds the operands or results of a call in arrays, of which the first may hold several: `layout` is that of
@@ -46,8 +45,6 @@ std::shared_ptr<Engine> engine_of(const Call& call);
 // Lets Python answer a call, or finish it if `status` is kUnderWay. Returns the error's text, empty on
 // success.
 std::string ask_python(Call& call, Status status, Engine* engine);
-std::string ask_python(Call& call, Status status, Engine* engine,
-                       const std::function<std::string(Call&)>& answer);
 
 // Returns whether a handled signal, such as Ctrl-C, arrived since the last call of this function. It must end
 // a program with quick steps, too, which never waits for long. Python decides whether it concerns this

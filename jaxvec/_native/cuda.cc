@@ -353,9 +353,6 @@ std::string answer_on_cuda(Call& call, void* stream) {
   std::vector<Array>&operands = call.operands, &results = call.results;
   const std::vector<Array> on_device = results;
   Packed packed{static_cast<char*>(call.packed), nullptr, call.packed_bytes};
-  if (packed.device == nullptr && !results.empty()) {
-    packed = {static_cast<char*>(results[0].data), nullptr, bytes_of(results[0])};
-  }
   std::vector<size_t> large;  // indices of results that are not packed
   size_t needed = padded(packed.bytes);
   for (const Array& operand : operands) needed += padded(bytes_of(operand));

@@ -15,35 +15,8 @@
 namespace jaxvec {
 namespace {
 
-constexpr uint32_t kTokenType = 'u' + 256 * 4;
-constexpr uint32_t kIdType = 'i' + 256 * 4;
 constexpr int64_t kEnterTimeoutNs = 1'000'000'000;
 static_assert(sizeof(TokenRow) == 3 * sizeof(uint32_t));
-
-// Calls `function` with a zero of an integer type; returns false for other types.
-template <typename Function>
-bool with_integer(uint32_t dtype, const Function& function) {
-  switch (dtype) {
-    case 'i' + 256 * 1:
-      return function(int8_t{});
-    case 'i' + 256 * 2:
-      return function(int16_t{});
-    case 'i' + 256 * 4:
-      return function(int32_t{});
-    case 'i' + 256 * 8:
-      return function(int64_t{});
-    case 'u' + 256 * 1:
-      return function(uint8_t{});
-    case 'u' + 256 * 2:
-      return function(uint16_t{});
-    case 'u' + 256 * 4:
-      return function(uint32_t{});
-    case 'u' + 256 * 8:
-      return function(uint64_t{});
-    default:
-      return false;
-  }
-}
 
 bool is_integer(uint32_t dtype) {
   return with_integer(dtype, [](auto) { return true; });
@@ -107,7 +80,7 @@ size_t count_of(const Array& array) {
 size_t bytes_of(const Array& array) { return count_of(array) * (array.dtype / 256); }
 
 bool is_token(const Array& array) {
-  return array.dtype == kTokenType && array.rank == 2 && array.dims[0] > 0 && array.dims[1] == 3;
+  return array.dtype == dtype_of<uint32_t> && array.rank == 2 && array.dims[0] > 0 && array.dims[1] == 3;
 }
 
 Leaf::Leaf(const Array& array)
@@ -244,7 +217,7 @@ bool Engine::fits(uint32_t verb, const std::vector<Array>& operands,
              results.size() == 1 + results_.size() && fit(results_, results_.size(), results, rows, true);
     case kSend: {
       const Array& ids = operands.back();
-      return complete && ids.dtype == kIdType && ids.rank == 1 && ids.dims[0] > 0 &&
+      return complete && ids.dtype == dtype_of<int32_t> && ids.rank == 1 && ids.dims[0] > 0 &&
              fit(actions_, given, operands, ids.dims[0], false) && results.size() == 1;
     }
     case kRecv:

@@ -46,12 +46,14 @@ bool is_token(const Array& array);
 // Verbs of an engine besides `Operation`; the numbers are those of `Verb` in move.py.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
-// Fields of an engine that Python reads and writes. Plain fields belong to the thread inside.
+// Fields of an engine that Python reads and writes, in the order of native_engine.py. Plain fields belong to
+// the thread inside.
 struct State {
   uint32_t last_caller;              // `Move.caller_code` (move.py) of the latest move
   uint32_t open;                     // 0 if programs must ask Python, which knows the reason
-  std::atomic<uint32_t> num_served;  // successful calls of programs; written by any thread
-  // Becomes 1 after a program on a GPU has asked Python, which page-locks the segment if possible.
+  std::atomic<uint32_t> num_served;  // successful calls of programs in C++; only C++ writes it, in any thread
+  // Becomes 1 after a program on a GPU has asked Python, which page-locks the segment if possible. Only C++
+  // writes it, see `allow_gpu`.
   std::atomic<uint32_t> devices;
 };
 

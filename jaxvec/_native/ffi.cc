@@ -105,9 +105,6 @@ auto bind(Binding binding) {
 }
 
 }  // namespace
-
-uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
-
 }  // namespace jaxvec
 
 // The handlers lack the trait for command buffers on purpose: a CUDA graph would replay the copies without

@@ -1,9 +1,9 @@
 // The extension module `jaxvec._native._ext`.
 //
-//   py_dispatch.cc  Parent, Worker: the two ends of the dispatch (`dispatch.h`)
-//   py_engine.cc      Engine: the engine of a pool that compiled programs step without Python (engine.h)
-//   py_calls.cc     XLA's handlers, calls that Python answers, signals (ffi.h, call.h, cuda.h)
-//   stepper.cc      the stepping loop and the writers of rows; states.cc: incremental snapshots of envs
+//   py_engine.cc  Parent, Worker, Engine: the two ends of the dispatch (dispatch.h), and the engine of a pool
+//                 that compiled programs step without Python (engine.h)
+//   py_calls.cc   XLA's handlers, calls that Python answers, signals (ffi.h, call.h, cuda.h)
+//   stepper.cc    the stepping loop and the writers of rows; states.cc: incremental snapshots of envs
 #define JAXVEC_IMPORTS_NUMPY
 #include "python.h"
 
@@ -17,7 +17,7 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__ext() {
   import_array();
   Ref module(PyModule_Create(&definition));
-  const bool complete = module && add_dispatch(module.get()) && add_engine(module.get()) &&
-                        add_calls(module.get()) && add_stepper(module.get()) && add_states(module.get());
+  const bool complete = module && add_engine(module.get()) && add_calls(module.get()) &&
+                        add_stepper(module.get()) && add_states(module.get());
   return complete ? module.release() : nullptr;
 }

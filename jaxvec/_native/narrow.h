@@ -1,12 +1,27 @@
-// Casts of numbers to narrower types.
+// Casts of numbers to narrower types, and types of integers by their dtype.
 #pragma once
 
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 
 namespace jaxvec {
+
+// NumPy's kind + 256 * item size in bytes, of an integer type.
+template <typename Integer>
+constexpr uint32_t dtype_of = (std::is_signed_v<Integer> ? 'i' : 'u') + 256 * sizeof(Integer);
+
+// Calls `function` with a zero of an integer type; returns false for other types.
+template <typename Function>
+bool with_integer(uint32_t dtype, const Function& function) {
+  const auto call_with_one = [&](auto... zeros) {
+    return ((dtype == dtype_of<decltype(zeros)> && function(zeros)) || ...);
+  };
+  return call_with_one(int8_t{}, int16_t{}, int32_t{}, int64_t{}, uint8_t{}, uint16_t{}, uint32_t{},
+                       uint64_t{});
+}
 
 // Casts `size` numbers as NumPy would. Returns false if an integer does not fit, or a finite float becomes
 // infinite.

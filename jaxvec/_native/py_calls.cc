@@ -26,7 +26,7 @@ Ref view(const Array& array) {
   if (array.dtype == 0) raise(PyExc_TypeError, "a buffer has a dtype that NumPy does not have");
   const Ref text = own(PyUnicode_FromFormat("%c%u", array.dtype % 256, array.dtype / 256));
   PyArray_Descr* dtype = nullptr;
-  if (PyArray_DescrConverter(text.get(), &dtype) == NPY_FAIL) throw PythonError();
+  check(PyArray_DescrConverter(text.get(), &dtype) == NPY_SUCCEED);
   const Ref owner(reinterpret_cast<PyObject*>(dtype));
   return make_array(dtype, {array.dims, array.dims + array.rank}, array.data);
 }
@@ -34,7 +34,7 @@ Ref view(const Array& array) {
 Ref views(const std::vector<Array>& arrays) {
   Ref all = own(PyList_New(0));
   for (const Array& array : arrays) {
-    if (PyList_Append(all.get(), view(array).get()) < 0) throw PythonError();
+    check(PyList_Append(all.get(), view(array).get()) == 0);
   }
   return all;
 }
@@ -58,15 +58,15 @@ std::string fail(const Call& call, PyObject* exception) {
   PyObject* const flag = under_way ? Py_True : Py_False;
   const Ref text = own(PyObject_CallFunction(fail_function, "OIO", exception, call.pool, flag));
   const char* const bytes = PyBytes_AsString(text.get());
-  if (bytes == nullptr) throw PythonError();
+  check(bytes != nullptr);
   return bytes;
 }
 
 // Returns the error's text, empty on success. An exception of `serve` is passed to `fail` in a second call:
 // no Python function could catch all exceptions, since signal handlers raise between any two
 // instructions, including the first and those of an `except` block. So `fail` may also need several tries.
-// The exception, if there is one, goes to `raised`.
-std::string answer(const Call& call, Ref* raised = nullptr) {
+std::string answer(Call& call) {
+  const WithGil gil;
   Ref exception;
   if (PyErr_CheckSignals() != 0) exception = take_exception();
   for (int tries = 0; tries < kMaxTries; ++tries) {
@@ -76,7 +76,7 @@ std::string answer(const Call& call, Ref* raised = nullptr) {
         return "";
       }
       std::string text = fail(call, exception.get());
-      if (raised != nullptr) *raised = std::move(exception);
+      if (call.raised != nullptr) *static_cast<Ref*>(call.raised) = std::move(exception);
       return text;
     } catch (const PythonError&) {
       exception = take_exception();
@@ -85,17 +85,12 @@ std::string answer(const Call& call, Ref* raised = nullptr) {
   return "signal handlers interrupted jaxvec each time it tried to report an error";
 }
 
-std::string answer_with_gil(Call& call) {
-  const WithGil gil;
-  return answer(call);
-}
-
 // Sets the functions that answer calls. At the interpreter's end they are set to `None`, because programs
 // may still run then.
 void set_functions(PyObject* serve, PyObject* fail) {
   serve_function = Py_NewRef(serve);
   fail_function = Py_NewRef(fail);
-  set_python(serve == Py_None ? nullptr : answer_with_gil);
+  set_python(serve == Py_None ? nullptr : answer);
 }
 
 // Returns a call of a program, without its arrays.
@@ -131,8 +126,8 @@ void call_packed(uint32_t verb, bool fresh, std::string_view extra, int64_t fing
   const Status status = without_gil([&] { return move_on_host(call, engine.get()); });
   if (status == Status::kDone && !interrupted()) return;
   Ref raised;
-  const std::string error =
-      ask_python(call, status, engine.get(), [&](const Call& asked) { return answer(asked, &raised); });
+  call.raised = &raised;
+  const std::string error = ask_python(call, status, engine.get());
   if (raised) raise_again(raised);
   if (!error.empty()) raise(PyExc_RuntimeError, "%s", error.c_str());
 }
@@ -178,7 +173,7 @@ bool add_handler(PyObject* module, const char* name, XLA_FFI_Error* (*handler)(X
 bool add_calls(PyObject* module) {
   using namespace jaxvec;
   return PyModule_AddFunctions(module, functions) == 0 &&
-         PyModule_AddIntConstant(module, "FFI_VERSION", static_cast<long>(ffi_version())) == 0 &&
+         PyModule_AddIntConstant(module, "FFI_VERSION", 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR) == 0 &&
          add_handler(module, "FFI_CALL", jaxvec_ffi_call) &&
          add_handler(module, "FFI_CUDA_CALL", jaxvec_ffi_cuda_call);
 }

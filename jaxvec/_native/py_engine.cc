@@ -1,5 +1,7 @@
-// `Engine`: the engine of a pool that compiled programs step without Python. native_engine.py wraps it.
+// `Parent` and `Worker`, the two ends of the dispatch, and `Engine`, the engine of a pool that compiled
+// programs step without Python. native_dispatch.py and native_engine.py wrap them.
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -8,6 +10,131 @@
 
 namespace jaxvec {
 namespace {
+
+struct ParentEnd {
+  Ref marks;  // keeps the segment mapped while `parent` has its addresses
+  std::vector<int64_t> stops;
+  std::vector<int32_t> sockets;
+  Parent parent{};
+};
+
+struct WorkerEnd {
+  Ref marks;                   // keeps the segment mapped
+  std::vector<int64_t> slots;  // all slots of the worker
+  Worker worker{};
+};
+
+// Reads the addresses of the segment's words from a `Marks` (_memory/segment.py).
+Board read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns) {
+  Board board{};
+  board.spin_ns = spin_ns;
+  board.look_around_ns = look_around_ns;
+  const auto find = [marks](const char* name, auto*& words) {
+    const Ref array = own(PyObject_GetAttrString(marks, name));
+    void* const data = PyArray_DATA(as_array(array.get()));
+    words = static_cast<std::remove_reference_t<decltype(words)>>(data);
+    return static_cast<uint32_t>(PyArray_DIM(as_array(array.get()), 0));
+  };
+  board.num_slots = find("requested", board.requested);
+  find("completed", board.completed);
+  find("completed_at", board.completed_at);
+  board.num_workers = find("doorbell", board.doorbell);
+  find("worker_notices", board.worker_notices);
+  find("asleep", board.asleep);
+  find("finished", board.finished);
+  find("target", board.target);
+  find("sleepers", board.sleepers);
+  find("parent_notices", board.parent_notices);
+  return board;
+}
+
+// --- `Parent`: the parent's end of the dispatch ---
+
+Ref make_parent(PyObject* marks, const Slots& stops, const Numbers<int32_t, NPY_INT32>& sockets,
+                uint32_t spin_ns, uint32_t look_around_ns) {
+  Ref self = make_owner<ParentEnd>();
+  auto& end = own_of<ParentEnd>(self.get());
+  end.marks = share(marks);
+  end.stops.assign(stops.data, stops.data + stops.count);
+  end.sockets.assign(sockets.data, sockets.data + sockets.count);
+  end.parent.board = read_marks(marks, spin_ns, look_around_ns);
+  end.parent.stops = end.stops.data();
+  end.parent.sockets = end.sockets.data();
+  end.parent.num_sockets = sockets.count;
+  return self;
+}
+
+void parent_send(ParentEnd& end, uint32_t operation, const Slots& slots) {
+  without_gil([&] { send(end.parent, operation, slots.data, slots.count); });
+}
+
+void parent_notify_worker(ParentEnd& end, uint32_t worker) { notify_worker(end.parent.board, worker); }
+
+bool parent_wait(ParentEnd& end, const Slots& slots, uint32_t count, int64_t timeout_ns) {
+  return without_gil([&] { return wait(end.parent, slots.data, slots.count, count, timeout_ns); }) == kDone;
+}
+
+void parent_mark_notices_seen(ParentEnd& end) { mark_notices_seen(end.parent); }
+
+void parent_notify_parent(ParentEnd& end) { notify_parent(end.parent.board); }
+
+void parent_close(ParentEnd& end) { end.marks.reset(); }
+
+PyMethodDef parent_methods[] = {
+    define<parent_send>("send"),
+    define<parent_notify_worker>("notify_worker"),
+    define<parent_wait>("wait"),
+    define<parent_mark_notices_seen>("mark_notices_seen"),
+    define<parent_notify_parent>("notify_parent"),
+    define<parent_close>("close"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// --- `Worker`: a worker's end of the dispatch ---
+
+Ref make_worker(PyObject* marks, uint32_t index, uint32_t first, uint32_t stop, uint32_t notices,
+                uint32_t spin_ns) {
+  Ref self = make_owner<WorkerEnd>();
+  auto& end = own_of<WorkerEnd>(self.get());
+  end.marks = share(marks);
+  end.worker = {read_marks(marks, spin_ns, 0), index, first, stop, notices};
+  end.slots.resize(stop - first);
+  std::iota(end.slots.begin(), end.slots.end(), first);
+  return self;
+}
+
+// Stores the slots in an array with room for all of the worker's.
+Ref worker_take(WorkerEnd& end, int64_t* slots) {
+  uint32_t operation = 0, count = 0;
+  without_gil([&] { take(end.worker, &operation, slots, &count); });
+  return own(Py_BuildValue("II", operation, count));
+}
+
+void worker_post(WorkerEnd& end, const Slots& slots) {
+  without_gil([&] { post(end.worker, slots.data, slots.count); });
+}
+
+void worker_post_some(WorkerEnd& end, uint32_t first, uint32_t count) {
+  without_gil([&] { post(end.worker, end.slots.data() + (first - end.worker.first), count); });
+}
+
+void worker_mark_notice_seen(WorkerEnd& end) { ++end.worker.seen_notices; }
+
+void worker_notify_worker(WorkerEnd& end) { notify_worker(end.worker.board, end.worker.index); }
+
+void worker_notify_parent(WorkerEnd& end) { notify_parent(end.worker.board); }
+
+PyMethodDef worker_methods[] = {
+    define<worker_take>("take"),
+    define<worker_post>("post"),
+    define<worker_post_some>("post_some"),
+    define<worker_mark_notice_seen>("mark_notice_seen"),
+    define<worker_notify_worker>("notify_worker"),
+    define<worker_notify_parent>("notify_parent"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// --- `Engine` ---
 
 constexpr npy_intp kAlignment = 64;  // bytes, of each leaf's rows
 
@@ -55,8 +182,8 @@ class PythonEnvs : public LocalEnvs {
 struct EngineObject {
   Ref kept;                  // the arguments, which own the plan's memory; until `close`
   std::vector<Ref> results;  // leaves in the segment
-  uint32_t id = 0, batch_size = 0, num_slots = 0;
-  size_t num_actions = 0;
+  Plan plan{};               // pointers are valid until `close`
+  uint32_t num_slots = 0;
   std::shared_ptr<Engine> engine;
   std::shared_ptr<PythonEnvs> local;  // null if workers have the envs
 
@@ -66,9 +193,8 @@ struct EngineObject {
     std::vector<npy_intp> counts, offsets;
     npy_intp size = 0;
     for (size_t i = 0; i < results.size(); ++i) {
-      const int skipped = PySet_Contains(unread, own(PyLong_FromSize_t(i)).get());
-      if (skipped < 0) throw PythonError();
-      counts.push_back(skipped != 0 ? 0 : rows);
+      const bool skipped = is_true(PySet_Contains(unread, own(PyLong_FromSize_t(i)).get()));
+      counts.push_back(skipped ? 0 : rows);
       offsets.push_back(size);
       PyArrayObject* leaf = as_array(results[i].get());
       const npy_intp bytes = counts[i] * (PyArray_NBYTES(leaf) / PyArray_DIM(leaf, 0));
@@ -83,62 +209,59 @@ struct EngineObject {
       void* const data = PyArray_BYTES(as_array(memory.get())) + offsets[i];
       pointers->push_back(dims[0] > 0 ? data : nullptr);
       Ref array = make_array(PyArray_DESCR(leaf), dims, data);
-      if (PyArray_SetBaseObject(as_array(array.get()), Py_NewRef(memory.get())) < 0) throw PythonError();
+      check(PyArray_SetBaseObject(as_array(array.get()), Py_NewRef(memory.get())) == 0);
       PyList_SetItem(all.get(), static_cast<Py_ssize_t>(i), array.release());
     }
     return all;
   }
 };
 
-// A converter for "O&".
-template <typename T>
-int convert(PyObject* from, void* to) try {
-  read(from, static_cast<T*>(to));
-  return 1;
-} catch (const PythonError&) {
-  return 0;
-}
-
-PyObject* make_engine(PyObject*, PyObject* args, PyObject* kwargs) try {
-  static const char* names[] = {"pool_id",     "parent",    "fingerprint", "batch_size", "in_order",
-                                "all_at_once", "wait_ns",   "step_ns",     "generation", "actions",
-                                "num_options", "results",   "nonzero",     "in_flight",  "sent",
-                                "num_sent",    "due",       "needs_reset", "terminated", "truncated",
-                                "step_here",   "all_slots", nullptr};
-  Plan plan{};
+// Returns an engine, and an array `[4]` uint32 over its `State`.
+Ref make_engine(PyObject* arguments) {
+  Ref object = make_owner<EngineObject>();
+  auto& self = own_of<EngineObject>(object.get());
+  Plan& plan = self.plan;
   Arrays actions, results;
   std::vector<Ref> nonzero;
   PyObject *parent, *step_here, *all_slots;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!lIppllO&O&IO&O&O&O&O&O&O&O&O&OO!:engine", const_cast<char**>(names), &plan.id,
-          type_of<ParentEnd>, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.all_at_once,
-          &plan.wait_ns, &plan.step_ns, convert<uint32_t*>, &plan.generation, convert<Arrays>, &actions,
-          &plan.num_options, convert<Arrays>, &results, convert<std::vector<Ref>>, &nonzero,
-          convert<uint8_t*>, &plan.in_flight, convert<int64_t*>, &plan.sent, convert<uint32_t*>,
-          &plan.num_sent, convert<int64_t*>, &plan.due, convert<uint8_t*>, &plan.needs_reset,
-          convert<const uint8_t*>, &plan.terminated, convert<const uint8_t*>, &plan.truncated, &step_here,
-          &PyArray_Type, &all_slots)) {
-    return nullptr;
-  }
-  Ref object = make_owner<EngineObject>();
-  auto& self = own_of<EngineObject>(object.get());
+  const Items read_item{arguments};
+  read_item("pool_id", &plan.id);
+  read_item("parent", &parent);
+  read_item("fingerprint", &plan.fingerprint);
+  read_item("batch_size", &plan.batch_size);
+  read_item("in_order", &plan.in_order);
+  read_item("all_at_once", &plan.all_at_once);
+  read_item("wait_ns", &plan.wait_ns);
+  read_item("step_ns", &plan.step_ns);
+  read_item("generation", &plan.generation);
+  read_item("actions", &actions);
+  read_item("num_options", &plan.num_options);
+  read_item("results", &results);
+  read_item("nonzero", &nonzero);
+  read_item("in_flight", &plan.in_flight);
+  read_item("sent", &plan.sent);
+  read_item("num_sent", &plan.num_sent);
+  read_item("due", &plan.due);
+  read_item("needs_reset", &plan.needs_reset);
+  read_item("terminated", &plan.terminated);
+  read_item("truncated", &plan.truncated);
+  read_item("step_here", &step_here);
+  read_item("all_slots", &all_slots);
   plan.parent = &own_of<ParentEnd>(parent).parent;
   plan.actions = std::move(actions.arrays);
   plan.results = std::move(results.arrays);
   for (size_t i = 0; i < plan.results.size(); ++i) read(nonzero[i].get(), &plan.results[i].nonzero);
   if (step_here != Py_None) plan.local = self.local = std::make_shared<PythonEnvs>(step_here, all_slots);
-  self.kept = share(kwargs);
+  self.kept = share(arguments);
   self.results = std::move(results.items);
-  self.id = plan.id;
-  self.batch_size = plan.batch_size;
   self.num_slots = plan.parent->board.num_slots;
-  self.num_actions = plan.actions.size();
   self.engine = std::make_shared<Engine>(plan);
   self.engine->state.open = 1;
   publish(plan.id, self.engine);
-  return object.release();
-} catch (const PythonError&) {
-  return nullptr;
+  npy_intp size = sizeof(State) / sizeof(uint32_t);
+  Ref state = own(PyArray_SimpleNewFromData(1, &size, NPY_UINT32, &self.engine->state));
+  check(PyArray_SetBaseObject(as_array(state.get()), share(object.get()).release()) == 0);
+  return own(Py_BuildValue("NN", object.release(), state.release()));
 }
 
 // --- Locks ---
@@ -153,12 +276,10 @@ bool engine_enter(EngineObject& self, const Slots& slots, bool exclusive, int64_
 }
 
 void engine_hold(EngineObject& self, const Slots& slots, bool alone) {
-  without_gil([&] { self.engine->hold(slots.data, slots.count, alone); });
+  self.engine->hold(slots.data, slots.count, alone);
 }
 
-bool engine_holds(EngineObject& self) {
-  return without_gil([&] { return self.engine->holds(); });
-}
+bool engine_holds(EngineObject& self) { return self.engine->holds(); }
 
 // --- Moves ---
 
@@ -170,12 +291,12 @@ Ref engine_move(EngineObject& self, uint32_t verb, uint32_t caller_code, bool ne
     action = own(PyArray_FROM_OF(action.get(), NPY_ARRAY_C_CONTIGUOUS));
     action_pointers.push_back(PyArray_DATA(as_array(action.get())));
   }
-  action_pointers.resize(self.num_actions);  // null for reset options that the caller does not have
+  action_pointers.resize(self.plan.actions.size());  // null for reset options that the caller does not have
   std::vector<void*> result_pointers;
   Ref rows = own(PyList_New(0));
   if (verb != kSend) {
     const uint32_t count = slots.data == nullptr ? self.num_slots : slots.count;
-    rows = self.make_rows(verb == kRecv ? self.batch_size : count, unread, &result_pointers);
+    rows = self.make_rows(verb == kRecv ? self.plan.batch_size : count, unread, &result_pointers);
   }
   Request request{verb,
                   caller_code,
@@ -197,55 +318,36 @@ Ref engine_move(EngineObject& self, uint32_t verb, uint32_t caller_code, bool ne
 }
 
 uint32_t engine_check_handle(EngineObject& self, const Slots& slots, const Generation& generation) {
-  const auto check = [&] { return self.engine->check_handle(slots.data, generation.data, slots.count); };
-  return static_cast<uint32_t>(without_gil(check));
+  return static_cast<uint32_t>(self.engine->check_handle(slots.data, generation.data, slots.count));
 }
 
 uint32_t engine_check_envs(EngineObject& self, const Slots& slots, bool stepped) {
-  const auto check = [&] { return self.engine->check_envs(slots.data, slots.count, stepped); };
-  return static_cast<uint32_t>(without_gil(check));
+  return static_cast<uint32_t>(self.engine->check_envs(slots.data, slots.count, stepped));
 }
 
 // --- State ---
 
-void engine_close_fast_path(EngineObject& self) { self.engine->state.open = 0; }
-
 void engine_allow_gpu(EngineObject& self) { self.engine->state.devices = 1; }
 
-void engine_count_success(EngineObject& self) {
-  self.engine->state.num_served.fetch_add(1, std::memory_order_relaxed);
-}
+void engine_start_trace(EngineObject& self, uint32_t capacity) { self.engine->trace.start(capacity); }
 
-uint32_t engine_num_served(EngineObject& self) { return self.engine->state.num_served; }
-
-uint32_t engine_last_caller(EngineObject& self) { return self.engine->state.last_caller; }
-
-void engine_set_last_caller(EngineObject& self, uint32_t code) { self.engine->state.last_caller = code; }
-
-void engine_start_trace(EngineObject& self, uint32_t capacity) {
-  without_gil([&] { self.engine->trace.start(capacity); });
-}
-
+// Returns the memory of the spans, and the number of all spans so far.
 Ref engine_stop_trace(EngineObject& self) {
-  uint64_t num_lost;
-  const std::vector<Span> spans = without_gil([&] { return self.engine->trace.stop(&num_lost); });
-  Ref all = own(PyList_New(0));
-  for (const Span& span : spans) {
-    const Ref row = own(Py_BuildValue("IllI", span.what, span.start_ns, span.end_ns, span.thread));
-    if (PyList_Append(all.get(), row.get()) < 0) throw PythonError();
-  }
-  return own(Py_BuildValue("Nk", all.release(), num_lost));
+  uint64_t count;
+  const std::vector<Span> spans = self.engine->trace.stop(&count);
+  const auto bytes = static_cast<Py_ssize_t>(spans.size() * sizeof(Span));
+  return own(Py_BuildValue("y#k", spans.data(), bytes, count));
 }
 
 void engine_close(EngineObject& self) {
   self.engine->state.open = 0;
-  withdraw(self.id);
+  withdraw(self.plan.id);
   if (self.local != nullptr) self.local->close();
   self.kept.reset();
   self.results.clear();
 }
 
-PyMethodDef methods[] = {
+PyMethodDef engine_methods[] = {
     define<engine_enter>("enter"),
     define<call<&Engine::leave>>("leave"),
     define<engine_hold>("hold"),
@@ -255,12 +357,7 @@ PyMethodDef methods[] = {
     define<engine_check_handle>("check_handle"),
     define<engine_check_envs>("check_envs"),
     define<call<&Engine::wait_for_copies>>("wait_for_copies"),
-    define<engine_close_fast_path>("close_fast_path"),
     define<engine_allow_gpu>("allow_gpu"),
-    define<engine_count_success>("count_success"),
-    define<engine_num_served>("num_served"),
-    define<engine_last_caller>("last_caller"),
-    define<engine_set_last_caller>("set_last_caller"),
     define<engine_start_trace>("start_trace"),
     define<engine_stop_trace>("stop_trace"),
     define<engine_close>("close"),
@@ -268,7 +365,10 @@ PyMethodDef methods[] = {
 };
 
 PyMethodDef functions[] = {
-    {"engine", as_method(make_engine), METH_VARARGS | METH_KEYWORDS, nullptr},
+    define<make_parent>("parent"),
+    define<make_worker>("worker"),
+    define<request_short_slices>("request_short_slices"),
+    define<make_engine>("engine"),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -280,6 +380,8 @@ Ref take_failure() { return Ref(std::exchange(failure, nullptr)); }
 
 bool add_engine(PyObject* module) {
   using namespace jaxvec;
-  return make_type<EngineObject>("jaxvec._native._ext.Engine", {Py_tp_methods, methods}) &&
+  return make_type<ParentEnd>("jaxvec._native._ext.Parent", {Py_tp_methods, parent_methods}) &&
+         make_type<WorkerEnd>("jaxvec._native._ext.Worker", {Py_tp_methods, worker_methods}) &&
+         make_type<EngineObject>("jaxvec._native._ext.Engine", {Py_tp_methods, engine_methods}) &&
          PyModule_AddFunctions(module, functions) == 0;
 }

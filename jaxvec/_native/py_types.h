@@ -1,4 +1,4 @@
-// Types of the bindings: the parent's end of the dispatch, and conversions of NumPy's arrays to `Array`s.
+// What the bindings share: exceptions that are passed on, and conversions of NumPy's arrays to `Array`s.
 #pragma once
 
 #include <vector>
@@ -7,14 +7,6 @@
 #include "python.h"
 
 namespace jaxvec {
-
-// The parent's end of the dispatch, as Python's `Parent` holds it.
-struct ParentEnd {
-  Ref marks;  // keeps the segment mapped while `parent` has its addresses
-  std::vector<int64_t> stops;
-  std::vector<int32_t> sockets;
-  Parent parent{};
-};
 
 // Removes and returns the exception that ended this thread's latest move of local envs; null if there is
 // none.
@@ -54,9 +46,7 @@ inline void read(PyObject* from, Arrays* to) {
     }
     const auto rank = static_cast<uint32_t>(PyArray_NDIM(array));
     to->dims.emplace_back(PyArray_DIMS(array), PyArray_DIMS(array) + rank);
-    const auto kind = static_cast<unsigned char>(PyArray_DESCR(array)->kind);
-    const uint32_t dtype = kind + 256 * static_cast<uint32_t>(PyArray_ITEMSIZE(array));
-    to->arrays.push_back({PyArray_DATA(array), to->dims.back().data(), rank, dtype, nullptr});
+    to->arrays.push_back({PyArray_DATA(array), to->dims.back().data(), rank, dtype_in(array), nullptr});
   }
 }
 

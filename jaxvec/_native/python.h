@@ -37,29 +37,72 @@ inline Ref share(PyObject* object) { return Ref(Py_NewRef(object)); }
 
 inline PyArrayObject* as_array(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
 
+// Returns NumPy's kind + 256 * item size in bytes.
+inline uint32_t dtype_in(PyArrayObject* array) {
+  const auto kind = static_cast<unsigned char>(PyArray_DESCR(array)->kind);
+  return kind + 256 * static_cast<uint32_t>(PyArray_ITEMSIZE(array));
+}
+
 // Returns a zeroed object of `type`, without calling a constructor; null if a Python error is set.
 inline PyObject* allocate(PyTypeObject* type) {
   return reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
-// Casts a function with keyword arguments to the one type that tables of methods have.
-inline PyCFunction as_method(PyCFunctionWithKeywords function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
 // Thrown while a Python error is set; `call_with` passes the error on.
 struct PythonError {};
 
+inline void check(bool done) {
+  if (!done) throw PythonError();
+}
+
 // Owns a new reference; throws if it is null.
 inline Ref own(PyObject* object) {
-  if (object == nullptr) throw PythonError();
+  check(object != nullptr);
   return Ref(object);
+}
+
+// Converts the answer of Python's C API to a question.
+inline bool is_true(int answer) {
+  check(answer >= 0);
+  return answer != 0;
 }
 
 template <typename... Arguments>
 [[noreturn]] void raise(PyObject* type, const char* format, Arguments... arguments) {
   PyErr_Format(type, format, arguments...);
   throw PythonError();
+}
+
+// A name of attributes or keys.
+class Name {
+ public:
+  explicit Name(const char* text) : text_(text) {}
+  operator PyObject*() {
+    if (object_ == nullptr) object_ = own(PyUnicode_InternFromString(text_)).release();
+    return object_;
+  }
+
+ private:
+  const char* const text_;
+  PyObject* object_ = nullptr;
+};
+
+// Looks up a borrowed value in a dict; null if there is none.
+inline PyObject* find(PyObject* dict, PyObject* key) {
+  PyObject* const value = PyDict_GetItemWithError(dict, key);
+  check(value != nullptr || PyErr_Occurred() == nullptr);
+  return value;
+}
+
+inline void set_item(PyObject* dict, PyObject* key, PyObject* value) {
+  check(PyDict_SetItem(dict, key, value) == 0);
+}
+
+// Returns a borrowed item of a list.
+inline PyObject* item_of(PyObject* list, Py_ssize_t index) {
+  PyObject* const item = PyList_GetItem(list, index);
+  check(item != nullptr);
+  return item;
 }
 
 inline void take_gil(PyThreadState* state) {
@@ -165,28 +208,33 @@ using Generation = Numbers<uint32_t, NPY_UINT32>;
 // Converters of arguments; they throw if a Python error is set.
 inline void read(PyObject* from, PyObject** to) { *to = from; }
 
+inline void read(PyObject* from, PyArrayObject** to) {
+  if (!PyArray_Check(from)) raise(PyExc_TypeError, "expected an array, not %R", Py_TYPE(from));
+  *to = as_array(from);
+}
+
 inline void read(PyObject* from, const char** to) {
   *to = from == Py_None ? nullptr : PyUnicode_AsUTF8AndSize(from, nullptr);
-  if (PyErr_Occurred() != nullptr) throw PythonError();
+  check(PyErr_Occurred() == nullptr);
 }
 
 inline void read(PyObject* from, std::string_view* to) {
   char* bytes;
   Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(from, &bytes, &size) < 0) throw PythonError();
+  check(PyBytes_AsStringAndSize(from, &bytes, &size) == 0);
   *to = {bytes, static_cast<size_t>(size)};
 }
 
 template <typename T>
 std::enable_if_t<std::is_integral_v<T>> read(PyObject* from, T* to) {
   *to = static_cast<T>(PyLong_AsUnsignedLongLongMask(from));
-  if (PyErr_Occurred() != nullptr) throw PythonError();
+  check(PyErr_Occurred() == nullptr);
 }
 
 // Reads the items of a sequence.
 inline void read(PyObject* from, std::vector<Ref>* items) {
   const Py_ssize_t count = PySequence_Size(from);
-  if (count < 0) throw PythonError();
+  check(count >= 0);
   for (Py_ssize_t i = 0; i < count; ++i) items->push_back(own(PySequence_GetItem(from, i)));
 }
 
@@ -210,6 +258,18 @@ std::enable_if_t<std::is_integral_v<T>> read(PyObject* from, T** to) {
   }
   *to = static_cast<T*>(PyArray_DATA(as_array(from)));
 }
+
+// Reads the items of a dict of arguments, by name.
+struct Items {
+  template <typename T>
+  void operator()(const char* name, T* to) const {
+    PyObject* const value = PyDict_GetItemString(dict, name);
+    if (value == nullptr) raise(PyExc_TypeError, "expected an item '%s'", name);
+    read(value, to);
+  }
+
+  PyObject* dict;
+};
 
 // Converters of results. A function may also return nothing, or null while a Python error is set.
 inline PyObject* to_python(PyObject* value) { return value; }
@@ -258,7 +318,6 @@ PyMethodDef define(const char* name) {
 }
 
 // Each adds the functions of one file to the module; false if a Python error is set.
-bool add_dispatch(PyObject* module);
 bool add_engine(PyObject* module);
 bool add_calls(PyObject* module);
 bool add_stepper(PyObject* module);

@@ -22,11 +22,6 @@ struct Nodes {
   PyObject* object;     // Object: an object of a Python class, with its attributes
 };
 
-// Names of attributes.
-struct Name {
-  const char* text;
-  PyObject* object = nullptr;  // interned by add_states
-};
 Name dict_name{"__dict__"}, env_name{"env"}, array_name{"array"}, class_name{"cls"}, bits_name{"bits"},
     state_name{"state"}, sequence_name{"sequence"}, num_spawned_name{"num_spawned"}, apply_name{"apply_to"},
     space_name{"space"}, equal_name{"equal"}, generators_name{"generators"}, random_name{"_np_random"},
@@ -53,37 +48,16 @@ class Visited {
   int count_ = 0;
 };
 
-Ref get(PyObject* object, const Name& name) { return own(PyObject_GetAttr(object, name.object)); }
+Ref get(PyObject* object, Name& name) { return own(PyObject_GetAttr(object, name)); }
 
-void check(bool done) {
-  if (!done) throw PythonError();
-}
-
-void set(const Ref& object, const Name& name, PyObject* value) {
-  check(PyObject_SetAttr(object.get(), name.object, value) == 0);
-}
-
-void set_item(PyObject* dict, PyObject* key, PyObject* value) {
-  check(PyDict_SetItem(dict, key, value) == 0);
+void set(const Ref& object, Name& name, PyObject* value) {
+  check(PyObject_SetAttr(object.get(), name, value) == 0);
 }
 
 PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
 
-// Looks up a borrowed value; null if there is none.
-PyObject* find(PyObject* dict, PyObject* key) {
-  PyObject* const value = PyDict_GetItemWithError(dict, key);
-  check(value != nullptr || PyErr_Occurred() == nullptr);
-  return value;
-}
-
 // Returns an object of a class with slots, without calling `__init__`.
 Ref make_node(PyObject* cls) { return own(allocate(reinterpret_cast<PyTypeObject*>(cls))); }
-
-// Converts the answer of Python's C API to a question.
-bool is_true(int answer) {
-  check(answer >= 0);
-  return answer != 0;
-}
 
 bool is_atom(PyObject* atoms, PyObject* value) { return is_true(PySet_Contains(atoms, class_of(value))); }
 
@@ -164,7 +138,7 @@ bool is_same_dict(PyObject* node, PyObject* dict, const Nodes& nodes) {
 bool is_same_object(PyObject* node, PyObject* object, const Nodes& nodes, Visited* visited) {
   const Ref cls = get(node, class_name), saved = get(node, fields_name);
   if (class_of(object) != cls.get()) return false;
-  const Ref held(PyObject_GetAttr(object, dict_name.object));
+  const Ref held(PyObject_GetAttr(object, dict_name));
   if (!held) {  // it has slots only
     PyErr_Clear();
     return false;
@@ -332,7 +306,7 @@ void restore_value(PyObject* node, PyObject* held, PyObject* name, const Nodes& 
   const Ref old = share(find(held, name));
   if (cls == nodes.space) return set(old, random_name, Py_None);
   const Ref bits = get(old.get(), bit_generator_name), node_of_bits = get(node, bits_name);
-  own(PyObject_CallMethodObjArgs(node_of_bits.get(), apply_name.object, bits.get(), nullptr));
+  own(PyObject_CallMethodObjArgs(node_of_bits.get(), apply_name, bits.get(), nullptr));
 }
 
 // Checks that a layer has the attributes of these fields, and that `restore_layer` can restore all. Stores
@@ -407,106 +381,61 @@ constexpr int kMaxDepth = 32;  // a container that holds itself is deeper
 
 // Hashes the addresses of all objects in a container, in their order. The copy keeps the values alive, so
 // equal hashes mean the same values, in containers of the same structure.
-class Identity {
- public:
-  explicit Identity(PyObject* atoms) : atoms_(atoms) {}
-
+struct Identity {
+  // Returns whether the value is an atom, or a container of atoms.
   bool add(PyObject* value, int depth = 0) {
     mix(value);
-    if (PyList_CheckExact(value)) return add_list(value, depth);
-    if (PyDict_CheckExact(value)) return add_dict(value, depth);
-    if (PyTuple_CheckExact(value)) return add_tuple(value, depth);
-    return is_atom(atoms_, value);
-  }
-
-  uint64_t hash() const { return hash_; }
-
-  // The containers that can change or hold one that can; sorted. Null if one occurs twice.
-  Ref parts() {
-    std::sort(parts_.begin(), parts_.end());
-    if (std::adjacent_find(parts_.begin(), parts_.end()) != parts_.end()) return nullptr;
-    Ref numbers = own(PyList_New(static_cast<Py_ssize_t>(parts_.size())));
-    for (size_t i = 0; i < parts_.size(); ++i) {
-      PyList_SetItem(numbers.get(), static_cast<Py_ssize_t>(i), own(PyLong_FromVoidPtr(parts_[i])).release());
+    if (Py_TYPE(value) == known_atom) return true;
+    const bool is_dict = PyDict_CheckExact(value), is_tuple = PyTuple_CheckExact(value);
+    if (!is_dict && !is_tuple && !PyList_CheckExact(value)) {
+      known_atom = Py_TYPE(value);  // saves a call for the next atom; most are of few types
+      return is_atom(atoms, value);
     }
-    return numbers;
-  }
-
- private:
-  void mix(const void* pointer) {
-    hash_ = (hash_ ^ reinterpret_cast<uintptr_t>(pointer)) * 0x9E3779B97F4A7C15U;
-    hash_ ^= hash_ >> 29;
-  }
-
-  // A container may have the address of a freed one of another type.
-  void mix_structure(PyObject* container, Py_ssize_t size) {
-    mix(Py_TYPE(container));
+    if (depth > kMaxDepth) return false;
+    const size_t num_parts = parts.size();
+    const Py_ssize_t size = PyObject_Size(value);
+    // A container may have the address of a freed one of another type.
+    mix(Py_TYPE(value));
     mix(reinterpret_cast<const void*>(~static_cast<uintptr_t>(size)));
-  }
-
-  // The values of an exact type of an atom need no call, and most are of few types.
-  bool add_item(PyObject* item, int depth) {
-    PyTypeObject* type = Py_TYPE(item);
-    if (type == known_atom_) {
-      mix(item);
-      return true;
-    }
-    if (!add(item, depth + 1)) return false;
-    if (!PyList_CheckExact(item) && !PyDict_CheckExact(item) && !PyTuple_CheckExact(item)) known_atom_ = type;
-    return true;
-  }
-
-  bool add_list(PyObject* list, int depth) {
-    if (depth > kMaxDepth) return false;
-    parts_.push_back(list);
-    const Py_ssize_t size = PyList_Size(list);
-    mix_structure(list, size);
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      if (!add_item(PyList_GetItem(list, i), depth)) return false;
-    }
-    return true;
-  }
-
-  bool add_dict(PyObject* dict, int depth) {
-    if (depth > kMaxDepth) return false;
-    parts_.push_back(dict);
-    mix_structure(dict, PyDict_Size(dict));
-    PyObject *key, *value;
+    PyObject *key, *item;
     Py_ssize_t place = 0;
-    while (PyDict_Next(dict, &place, &key, &value) != 0) {
-      if (!add_item(key, depth) || !add_item(value, depth)) return false;
-    }
-    return true;
-  }
-
-  bool add_tuple(PyObject* tuple, int depth) {
-    if (depth > kMaxDepth) return false;
-    const size_t num_parts = parts_.size();
-    const Py_ssize_t size = PyTuple_Size(tuple);
-    mix_structure(tuple, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
-      if (!add_item(PyTuple_GetItem(tuple, i), depth)) return false;
+      if (!is_dict) {
+        item = is_tuple ? PyTuple_GetItem(value, i) : PyList_GetItem(value, i);
+      } else if (PyDict_Next(value, &place, &key, &item) == 0 || !add(key, depth + 1)) {
+        return false;
+      }
+      if (!add(item, depth + 1)) return false;
     }
-    if (parts_.size() > num_parts) parts_.push_back(tuple);  // a container in it can change
+    if (!is_tuple || parts.size() > num_parts) parts.push_back(value);
     return true;
   }
 
-  PyObject* atoms_;
-  PyTypeObject* known_atom_ = nullptr;
-  uint64_t hash_ = 0;
-  std::vector<PyObject*> parts_;
+  void mix(const void* pointer) {
+    hash = (hash ^ reinterpret_cast<uintptr_t>(pointer)) * 0x9E3779B97F4A7C15U;
+    hash ^= hash >> 29;
+  }
+
+  PyObject* const atoms;
+  PyTypeObject* known_atom = nullptr;
+  uint64_t hash = 0;
+  std::vector<PyObject*> parts{};  // the containers that can change or hold one that can
 };
 
 // Takes a container, the set of classes of atoms, and a hash or None. Returns None if the container holds
 // anything but atoms in lists, dicts and tuples, or one of these twice; True if it has that hash; else its
 // hash, and the ids of the containers in it.
 Ref plain_identity(PyObject* container, PyObject* atoms, PyObject* known) {
-  Identity identity(atoms);
+  Identity identity{atoms};
   if (!identity.add(container)) return share(Py_None);
-  const Ref hash = own(PyLong_FromUnsignedLongLong(identity.hash()));
+  const Ref hash = own(PyLong_FromUnsignedLongLong(identity.hash));
   if (known != Py_None && is_true(PyObject_RichCompareBool(hash.get(), known, Py_EQ))) return share(Py_True);
-  const Ref parts = identity.parts();
-  return parts ? own(PyTuple_Pack(2, hash.get(), parts.get())) : share(Py_None);
+  const Ref ids = own(PySet_New(nullptr));
+  for (PyObject* part : identity.parts) {
+    check(PySet_Add(ids.get(), own(PyLong_FromVoidPtr(part)).get()) == 0);
+  }
+  const bool is_tree = static_cast<size_t>(PySet_Size(ids.get())) == identity.parts.size();
+  return is_tree ? own(PyTuple_Pack(2, hash.get(), ids.get())) : share(Py_None);
 }
 
 PyMethodDef functions[] = {
@@ -518,13 +447,4 @@ PyMethodDef functions[] = {
 
 }  // namespace
 
-bool add_states(PyObject* module) {
-  for (Name* name :
-       {&dict_name, &env_name, &array_name, &class_name, &bits_name, &state_name, &sequence_name,
-        &num_spawned_name, &apply_name, &space_name, &equal_name, &generators_name, &random_name,
-        &bit_generator_name, &seed_sequence_name, &seeds_spawned_name, &pairs_name, &fields_name}) {
-    name->object = PyUnicode_InternFromString(name->text);
-    if (name->object == nullptr) return false;
-  }
-  return PyModule_AddFunctions(module, functions) == 0;
-}
+bool add_states(PyObject* module) { return PyModule_AddFunctions(module, functions) == 0; }

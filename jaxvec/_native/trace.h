@@ -15,10 +15,10 @@
 
 namespace jaxvec {
 
-// parts of a call. Calls themselves are recorded with their `Verb`. native_engine.py has the names.
+// Parts of a call. Calls themselves are recorded with their `Verb`. native_engine.py has the names.
 enum Part : uint32_t { kWriting = 32, kDispatching, kWaiting, kCopying };
 
-struct Span {
+struct Span {                // native_engine.py reads these fields
   int64_t start_ns, end_ns;  // monotonic clock
   uint32_t thread;           // the kernel's thread id
   uint32_t what;             // a `Verb` or a `Part`
@@ -44,14 +44,11 @@ class Trace {
     spans_[count_++ % spans_.size()] = {start_ns, end_ns, thread, what};
   }
 
-  // Ends the trace. Returns its spans, oldest first, and stores the number of spans that were overwritten.
-  std::vector<Span> stop(uint64_t* num_lost) {
+  // Ends the trace. Returns the ring, and stores the number of spans that were added to it.
+  std::vector<Span> stop(uint64_t* count) {
     const std::lock_guard lock(lock_);
     on_.store(false, std::memory_order_relaxed);
-    const uint64_t kept = std::min<uint64_t>(count_, spans_.size());
-    *num_lost = count_ - kept;
-    if (*num_lost > 0) std::rotate(spans_.begin(), spans_.begin() + count_ % spans_.size(), spans_.end());
-    spans_.resize(kept);
+    *count = count_;
     return std::exchange(spans_, {});
   }
 
