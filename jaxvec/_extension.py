@@ -16,7 +16,7 @@ from jaxvec._spec import PoolSpec
 
 if TYPE_CHECKING:  # each process imports its own half only
     from jaxvec._envs.env_slice import EnvSlice
-    from jaxvec._envs.slice_extension import SliceExtension
+    from jaxvec._envs.slice import SliceExtension
     from jaxvec._memory.segment import Arrays, ArrayType
     from jaxvec._pool.pool import Pool
     from jaxvec._pool.pool_extension import PoolExtension

@@ -350,7 +350,7 @@ def _padded(space: Space[Any], path: KeyPath, policy: DtypePolicy, sizes: MaxSiz
             for key, features in fields.items():
                 if features is None:
                     continue
-                size, cuts = sizes.find((*path, key), space, getattr(space, f"max_{key}", None))
+                size, cuts = sizes.find((*path, key), space)
                 cut |= cuts
                 parts[key] = _with_axis(inside(features, root=(*path, key)), size)
                 if key == "edges":
@@ -394,25 +394,11 @@ class _SizedSequence(spaces.Sequence):
         return super().sample(mask, probability)
 
 
-class _SizedGraph(spaces.Graph):
-    """A `Graph` whose samples have at most `max_nodes` nodes and `max_edges` edges."""
-
-    max_nodes: int
-    max_edges: int | None  # `None` without an edge space
-
-    def sample(
-        self, mask: Any = None, probability: Any = None, num_nodes: int = 10, num_edges: int | None = None
-    ) -> spaces.GraphInstance:
-        num_nodes = min(num_nodes, self.max_nodes)
-        if num_edges is None and self.max_edges is not None and mask is None and probability is None:
-            num_edges = int(self.np_random.integers(max(num_nodes * (num_nodes - 1), 1)))
-        if num_edges is not None and self.max_edges is not None:
-            num_edges = min(num_edges, self.max_edges)
-        return super().sample(mask, probability, num_nodes, num_edges)
-
-
 def limit(space: Space[Any], node: Any) -> Any:
-    """Returns a space whose samples fit the maximum sizes of `node`, as far as it is Gymnasium's own."""
+    """Returns a space whose samples fit the maximum sizes of `node`, as far as it is Gymnasium's own.
+
+    Samples of a `Graph` may be larger.
+    """
     if not any(padded_nodes(node)):
         return space
     limited: Any = copy(space)
@@ -428,10 +414,6 @@ def limit(space: Space[Any], node: Any) -> Any:
         case spaces.Sequence() if type(space) is spaces.Sequence and any(leaves(node.child("items"))):
             limited = _SizedSequence(limit(limited.feature_space, node.item), stack=limited.stack)
             limited.max_size = next(leaves(node.child("items"))).shape[0]
-        case spaces.Graph() if type(space) is spaces.Graph:
-            limited = _SizedGraph(limited.node_space, limited.edge_space)
-            limited.max_nodes = node.child("nodes").shape[0]
-            limited.max_edges = node.child("edges").shape[0] if "edges" in node.keys else None
         case spaces.Text():
             limited.max_length = node.child("chars").shape[0]
             limited.min_length = min(limited.min_length, limited.max_length)

@@ -36,6 +36,7 @@ from jaxvec._leaves import (
     walk,
 )
 from jaxvec._results import ADDED_KEYS, STATISTICS, LastObsTimeStep, TimeStep
+from jaxvec._util import logger
 
 _OPTIONS = "reset_options"
 _HAS_OPTIONS = Leaf((f"_{_OPTIONS}",), (), np.dtype(np.bool_), np.dtype(np.bool_))
@@ -60,7 +61,21 @@ class Autoreset(Enum):
     @property
     def resets(self) -> bool:
         """True if envs reset themselves."""
-        return self in (Autoreset.SAME_STEP, Autoreset.NEXT_STEP)
+        return _RESETTING_STEP[self] is not None
+
+    @property
+    def same_step(self) -> bool:
+        """True if the step that ends an episode has the first observation of the next one."""
+        return _RESETTING_STEP[self] == 0
+
+
+# The step that resets an env, counted from the end of its episode; `None` if it does not reset itself.
+_RESETTING_STEP = {
+    Autoreset.SAME_STEP: 0,
+    Autoreset.NEXT_STEP: 1,
+    Autoreset.DISABLED: None,
+    Autoreset.EPISODIC: None,
+}
 
 
 def parse_autoreset(mode: Any) -> Autoreset:
@@ -183,7 +198,7 @@ class PoolSpec:
 
     def build_timestep(self, rows: Sequence[Any]) -> TimeStep[Any]:
         """Builds a `TimeStep` from one array per leaf of `timestep_leaves`, in their order."""
-        timestep_type = TimeStep if self.autoreset is Autoreset.SAME_STEP else LastObsTimeStep
+        timestep_type = TimeStep if self.autoreset.same_step else LastObsTimeStep
         return timestep_type(*[build(rows) for build in self._builders])
 
 
@@ -233,7 +248,7 @@ def make_spec(
         fields["fault"] = scalar(np.bool_, "info", "fault")
     if autoreset is Autoreset.EPISODIC:
         fields["idle"] = scalar(np.bool_, "info", "idle")
-    if autoreset is Autoreset.SAME_STEP:
+    if autoreset.same_step:
         if final_obs:
             fields["final_obs"] = move(obs, ("info", "final_obs"))
             fields["_final_obs"] = scalar(np.bool_, "info", "_final_obs")
@@ -300,6 +315,39 @@ def declarations(info: Mapping[str, Any] | Iterable[str] | None) -> dict[str, An
                 "VectorEnv.infos()"
             )
     return declared
+
+
+def learn(declared: Mapping[str, Any], info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns declarations in which keys without one have arrays, the values in env 0's first info."""
+    info = info or {}
+    learnt: dict[str, Any] = {}
+    uncertain: list[str] = []
+    for key, declaration in declared.items():
+        if declaration is None and info.get(key) is None:
+            raise UnsupportedSpaceError(
+                f"info: env 0's first reset returned no {key!r}, only "
+                f"{sorted(name for name, value in info.items() if value is not None)}; declare its dtype "
+                f"and shape, as in info={{{key!r}: np.float32}}"
+            )
+        learnt[key] = _as_arrays(info[key], f"[{key!r}]", uncertain) if declaration is None else declaration
+    if uncertain:
+        logger.warning(
+            "make: info has integers or bools at %s in env 0's first reset, and keeps these types. If they "
+            "can become fractions, declare info={key: float}; to hide this message, info={key: int} or bool",
+            ", ".join(uncertain),
+        )
+    return learnt
+
+
+def _as_arrays(value: Any, where: str, uncertain: list[str]) -> Any:
+    """Returns a value with arrays as leaves. Adds places of Python's integers and bools to `uncertain`."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: _as_arrays(item, f"{where}[{key!r}]", uncertain) for key, item in items}
+    array = np.asarray(value)
+    if array.dtype.kind in "biu" and not isinstance(value, np.ndarray | np.generic):
+        uncertain.append(where)
+    return array
 
 
 def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: MaxSizes | None) -> Node:

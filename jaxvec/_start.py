@@ -6,11 +6,9 @@ The workers make the envs and describe them; the specification of the pool follo
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
@@ -18,15 +16,13 @@ from jaxvec import _extension
 from jaxvec._envs import constructors
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.envs import check_vector
-from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._leaves import DtypePolicy
 from jaxvec._memory.segment import CopyToDevice, split_evenly
 from jaxvec._options import PoolConfig
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._settings import check_count
-from jaxvec._spec import Autoreset, declarations, make_spec
-from jaxvec._util import logger
+from jaxvec._spec import Autoreset, learn, make_spec
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.backend import Backend
 from jaxvec._workers.interpreter import Interpreter
@@ -44,6 +40,7 @@ def start(
     env: Any,
     num_envs: int | None,
     config: PoolConfig,
+    interpreter: Interpreter,
     *,
     env_kwargs: dict[str, Any],
     policy: DtypePolicy,
@@ -56,9 +53,10 @@ def start(
     """Starts a pool for `make` or a compatibility API.
 
     Args:
-        env: The env, as in `jaxvec.make`.
+        env: The env, as in `jaxvec.make`, looked up by `Interpreter.constructor`.
         num_envs: Number of envs, or `None` if `env` defines it.
         config: The checked options of the user.
+        interpreter: The interpreter of the workers, from `choose_interpreter`.
         env_kwargs: Keyword arguments of the env's constructor.
         policy: Mapping of the dtypes of spaces to stored dtypes.
         objects: True to store leaves without fixed shape as Python objects, which JAX can't use, not padded.
@@ -73,8 +71,6 @@ def start(
         raise RuntimeError(_NO_GUARD)
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
-    interpreter = choose_interpreter(config)
-    env = interpreter.constructor(constructors.listed(env))
     size = config.envs_per_instance
     num_envs = constructors.count(env, num_envs, size)
     backend = _choose_backend(config.backend)
@@ -86,8 +82,6 @@ def start(
     slices = split_evenly(num_envs, num_workers, size or 1)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
     env_fns = [interpreter.adapt(env_fn) for env_fn in env_fns]
-    declared = declarations(config.info)
-    learnt = [key for key, declaration in declared.items() if declaration is None]
     extensions = [extension for make in _extension.extensions if (extension := make(config)) is not None]
     has_fault = config.restart is not None or any(extension.retires_workers for extension in extensions)
     recipe = WorkerRecipe(
@@ -101,7 +95,9 @@ def start(
         has_fault=has_fault,
         shares_values=shares_values,
     )
-    workers = backend.start(recipe, learn_info=bool(learnt))
+    declared: Any = config.info  # a dict, from `declarations`
+    learns_info = any(declaration is None for declaration in declared.values())
+    workers = backend.start(recipe, learn_info=learns_info)
     try:
         description = workers.description
         autoreset = config.autoreset or _autoreset_of(description)
@@ -112,7 +108,7 @@ def start(
             autoreset=autoreset,
             final_obs=config.final_obs,
             fault=has_fault,
-            declared=declared | _learn(learnt, description),
+            declared=learn(declared, description.info),
             policy=policy,
             objects=objects,
             max_sizes=None if objects else config.max_sizes or {},
@@ -192,35 +188,3 @@ def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
             "choose autoreset_mode SAME_STEP or NEXT_STEP"
         )
     return batch_size
-
-
-def _learn(keys: list[str], description: Description) -> dict[str, Any]:
-    """Returns env 0's first values of the info keys that were given without dtype and shape."""
-    info = description.info or {}
-    for key in keys:
-        if info.get(key) is None:
-            raise UnsupportedSpaceError(
-                f"info: env 0's first reset returned no {key!r}, only "
-                f"{sorted(name for name, value in info.items() if value is not None)}; declare its dtype "
-                f"and shape, as in info={{{key!r}: np.float32}}"
-            )
-    uncertain: list[str] = []
-    learnt = {key: _as_arrays(info[key], f"[{key!r}]", uncertain) for key in keys}
-    if uncertain:
-        logger.warning(
-            "make: info has integers or bools at %s in env 0's first reset, and keeps these types. If they "
-            "can become fractions, declare info={key: float}; to hide this message, info={key: int} or bool",
-            ", ".join(uncertain),
-        )
-    return learnt
-
-
-def _as_arrays(value: Any, where: str, uncertain: list[str]) -> Any:
-    """Returns a value with arrays as leaves. Adds places of Python's integers and bools to `uncertain`."""
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {key: _as_arrays(item, f"{where}[{key!r}]", uncertain) for key, item in items}
-    array = np.asarray(value)
-    if array.dtype.kind in "biu" and not isinstance(value, np.ndarray | np.generic):
-        uncertain.append(where)
-    return array

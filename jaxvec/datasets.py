@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from jaxvec._arguments import NO_SEED, expand_options, expand_seeds
 from jaxvec._leaves import build
 from jaxvec._results import TimeStep
-from jaxvec._spec import Autoreset
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat._base import merge_final_info
 
@@ -68,7 +67,7 @@ class Recorder:
         """
         self._spec = envs.spec
         num_envs = envs.num_envs
-        self._same_step = self._spec.autoreset is Autoreset.SAME_STEP
+        self._same_step = self._spec.autoreset.same_step
         if self._spec.first_ready or (self._same_step and not self._spec.has_final_obs):
             raise ValueError("a Recorder needs a pool with final_obs and without batch_size")
         self._no_action = build(
@@ -163,7 +162,8 @@ class Recorder:
         rows = np.concatenate([self._last[:, None], _progress(timestep)], axis=1)
         before, was_over, was_fault, _ = rows[:, :-1]
         length, _, fault, idle = rows[:, 1:]
-        first = {Autoreset.SAME_STEP: 1, Autoreset.NEXT_STEP: 0}.get(self._spec.autoreset, -1)
+        # The length in the row after an end; with manual resets, which are reported, -1 is wrong always.
+        first = 1 if self._same_step else 0 if self._spec.autoreset.resets else -1
         expected = np.where(was_over, first, before + 1) - fault
         # After a fault, an env may also continue from a saved state.
         wrong = (length != np.where(idle, before, expected)) & (was_fault == 0)

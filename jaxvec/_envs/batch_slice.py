@@ -291,7 +291,7 @@ class BatchSlice(Slice):
         lengths += 1
         lengths[was_reset] = 0
         self._arrays["info", "episode_length"][rows] = lengths
-        if self._spec.autoreset is Autoreset.SAME_STEP:
+        if self._spec.autoreset.same_step:
             returns[over] = 0
             lengths[over] = 0
             self._stats[_stats.RESETS] += int(over.sum())

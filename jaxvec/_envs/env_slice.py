@@ -38,8 +38,7 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, EpisodeTracker
-from jaxvec._envs.slice import Done, Slice, SlotSettings
-from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._envs.slice import Done, Slice, SliceExtension, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs
 from jaxvec._errors import ActionError
 from jaxvec._leaves import KeyPath

@@ -1,4 +1,8 @@
-"""The interface of a slice of envs (`Slice`), and the settings that are re-applied when an env is rebuilt."""
+"""The interface of a slice of envs (`Slice`), and what comes to it from outside.
+
+`SliceExtension` is the door for subsystems that work beside the steps. `EnvSettings` are re-applied when an
+env is rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ from jaxvec._arguments import Options, merge_options
 from jaxvec._engine.move import Verb, merge
 from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.envs import EnvFailure
-from jaxvec._envs.slice_extension import Retirement, SliceExtension
 from jaxvec._tracing import SpanRecorder, Trace
 
 # --- Settings of rebuilt envs ----------------------------------------------------------------------------
@@ -64,6 +67,50 @@ class EnvSettings:
         lost = sorted(self._called.intersection(slots))
         self._called.difference_update(lost)
         return lost
+
+
+# --- The door for subsystems in a worker ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Retirement:
+    """Request of an extension to replace the worker's process by a new one."""
+
+    reason: str  # for the log, as a clause: "it has reached steps=100"
+    warning: str = ""  # for the log, once per worker
+
+
+class SliceExtension:
+    """One subsystem's half in a worker. `EnvSlice` calls its methods, which do nothing by default.
+
+    It may use the public attributes and methods of `EnvSlice`. An extension of `PoolExtension` is its half in
+    the program, and reaches it by requests and verbs. Each public method can be requested, as `Class.method`,
+    while none of the slice's envs is pending; it raises `EnvFailure`.
+
+    Attributes:
+        verbs: Functions that a dispatch calls with its slots. They do not raise: what they could not do, the
+            program requests again.
+        autoreset: Resets the env at an index when its episode has ended, and returns the result. It may
+            replace the env before.
+        prepare: Does a piece of work for later, in idle time. Returns False if there is none.
+        find_retirement: Called by a worker process between requests; returns a `Retirement` if a new process
+            should replace this one. Then running episodes are cut, as after a fault. It needs
+            `Extension.retires_workers`.
+    """
+
+    verbs: Mapping[Verb, Callable[[NDArray[Any]], None]] = {}
+    autoreset: Callable[[int], Any] | None = None
+    prepare: Callable[[], bool] | None = None
+    find_retirement: Callable[[], Retirement | None] | None = None
+
+    def env_built(self, index: int) -> None:
+        """Notes that the env at `index` was built, now or before the slice; it was never reset."""
+
+    def env_reset(self, index: int, seed: int | None) -> None:
+        """Notes that the program has reset the env at `index`, with this seed."""
+
+    def close(self) -> None:
+        """Closes envs that the extension has built for itself."""
 
 
 # --- The interface between a worker, or the serial backend, and its envs ---------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
-from jaxvec._envs.slice_extension import Retirement, SliceExtension
+from jaxvec._envs.slice import Retirement, SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays
 from jaxvec._options import Recycle

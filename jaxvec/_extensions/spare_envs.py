@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxvec._arguments import derive_seeds
-from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._envs.slice import SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays
 from jaxvec._pool.pool_extension import PoolExtension

@@ -25,8 +25,7 @@ from jaxvec._engine.channel import WAKE
 from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, merge
-from jaxvec._envs.slice import Arguments, EnvSettings, MethodName, Slice
-from jaxvec._envs.slice_extension import Retirement
+from jaxvec._envs.slice import Arguments, EnvSettings, MethodName, Retirement, Slice
 from jaxvec._errors import (
     EnvError,
     EnvStateError,

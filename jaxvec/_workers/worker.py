@@ -30,8 +30,7 @@ from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, build_spares, close_envs, watch_forks
 from jaxvec._envs.failures import Report
-from jaxvec._envs.slice import Slice, SlotSettings
-from jaxvec._envs.slice_extension import Retirement
+from jaxvec._envs.slice import Retirement, Slice, SlotSettings
 from jaxvec._memory.large_buffers import map_buffers
 from jaxvec._memory.segment import Marks, attach_segment
 from jaxvec._stats import PID, RECYCLED, REPLACED, WAIT_NS

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -275,24 +275,26 @@ def make(
     }
     if _primitive.in_program():
         raise RuntimeError(_IN_PROGRAM)
-    constructor = env = constructors.listed(env)
+    env = constructors.listed(env)
     try:
         config = PoolConfig(**options)
-        constructor = choose_interpreter(config).constructor(env)
-        _refuse_unknown(constructor, env_kwargs)
+        interpreter = choose_interpreter(config)
+        env = interpreter.constructor(env)
+        _refuse_unknown(env, env_kwargs)
         _effects.install()
-        transport = _primitive.choose_transport(config.settings.transport)
+        config.settings.transport = _primitive.choose_transport(config.settings.transport)
         place = Placement.of(device)
         envs = start(
             env,
             num_envs,
-            replace(config, settings=replace(config.settings, transport=transport)),
+            config,
+            interpreter,
             env_kwargs=env_kwargs,
             policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
             place=place,
         )
     except Exception as error:
-        for name, text in _options_of_env(constructor, options | {"device": device}, load=True):
+        for name, text in _options_of_env(env, options | {"device": device}, load=True):
             if name in str(error):
                 add_note(error, text)
         for name in env_kwargs:
@@ -304,7 +306,7 @@ def make(
     try:
         if place is not None:
             place.prepare(envs)
-        for _, text in _options_of_env(constructor, options | {"device": device}, load=False):
+        for _, text in _options_of_env(env, options | {"device": device}, load=False):
             warnings.warn(text, stacklevel=2)
     except BaseException:
         envs.close()

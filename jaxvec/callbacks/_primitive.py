@@ -31,7 +31,7 @@ from jaxvec.callbacks._handle import pool_id_of
 _logger = logging.getLogger("jaxvec")
 
 
-def choose_transport(name: str) -> str:
+def choose_transport(name: str) -> Any:
     """Returns the transport for handles, where `"auto"` becomes `"io_callback"` if FFI is not available."""
     if name == "io_callback":
         return name

@@ -49,10 +49,12 @@ def start_pool(
     if unknown := options.keys() - {field.name for field in dataclasses.fields(PoolConfig)}:
         raise TypeError(f"unknown options {sorted(unknown)}; the options are those of jaxvec.make")
     defaults: dict[str, Any] = {"timeouts": Timeouts(None, None, None), "check": "cast"}
+    config = PoolConfig(autoreset_mode=autoreset_mode, **defaults | options)
     return _start.start(
         list(env_fns),
         None,
-        PoolConfig(autoreset_mode=autoreset_mode, **defaults | options),
+        config,
+        _start.choose_interpreter(config),
         env_kwargs={},
         policy=as_is,
         objects=True,

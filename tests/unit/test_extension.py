@@ -11,7 +11,7 @@ import pytest
 import jaxvec
 from jaxvec import _envs, _extension
 from jaxvec._engine.move import Move, Verb
-from jaxvec._envs.slice_extension import Retirement, SliceExtension
+from jaxvec._envs.slice import Retirement, SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._leaves import as_is
 from jaxvec._options import PoolConfig, Restart
@@ -19,6 +19,7 @@ from jaxvec._pool.pool_extension import PoolExtension
 from jaxvec._pool.state import ActiveMove
 from jaxvec._start import start
 from jaxvec._vector_env import pool_of
+from jaxvec._workers.interpreter import Interpreter
 from jaxvec.testing import CountingEnv
 
 
@@ -72,7 +73,7 @@ class Fragile(CountingEnv):
 def test_both_halves_of_an_extension_share_an_array_and_a_request(backend, monkeypatch):
     monkeypatch.setattr(_extension, "extensions", [lambda config: Builds()])
     config = PoolConfig(backend=backend, on_fault=Restart(retry="rebuild", rate=None))
-    with start(Fragile, 3, config, env_kwargs={}, policy=as_is) as envs:
+    with start(Fragile, 3, config, Interpreter(), env_kwargs={}, policy=as_is) as envs:
         mine = pool_of(envs).extension(PoolBuilds)
         assert mine.builds.tolist() == [1, 1, 1]
         envs.reset(seed=0)
@@ -103,7 +104,7 @@ def test_an_extension_may_have_a_worker_replaced(monkeypatch, caplog):
     monkeypatch.setattr(_extension, "extensions", [lambda config: OneStep()])
     with (
         caplog.at_level("INFO", "jaxvec"),
-        start(CountingEnv, 1, PoolConfig(), env_kwargs={}, policy=as_is) as envs,
+        start(CountingEnv, 1, PoolConfig(), Interpreter(), env_kwargs={}, policy=as_is) as envs,
     ):
         envs.reset(seed=0)
         timesteps = [envs.step([7]) for _ in range(4)]
@@ -126,11 +127,11 @@ def test_two_extensions_with_one_operation_are_an_error(monkeypatch):
     monkeypatch.setattr(PoolBuilds, "verbs", {Verb.SAVE: lambda *_: []})
     monkeypatch.setattr(_extension, "extensions", [lambda config: Builds()] * 2)
     with pytest.raises(ValueError, match="two extensions of the pool perform save; remove one"):
-        start(CountingEnv, 2, PoolConfig(backend="serial"), env_kwargs={}, policy=as_is)
+        start(CountingEnv, 2, PoolConfig(backend="serial"), Interpreter(), env_kwargs={}, policy=as_is)
     monkeypatch.setattr(SliceBuilds, "verbs", {Verb.RESTORE: lambda slots: None})
     monkeypatch.setattr(PoolBuilds, "verbs", {})
     with pytest.raises(jaxvec.EnvError, match="two extensions of the pool perform restore"):
-        start(CountingEnv, 2, PoolConfig(num_workers=1), env_kwargs={}, policy=as_is)
+        start(CountingEnv, 2, PoolConfig(num_workers=1), Interpreter(), env_kwargs={}, policy=as_is)
 
 
 def test_what_no_extension_has_is_an_error(builds_pool):

@@ -72,11 +72,6 @@ UNLIMITED = {
     "sequence": (spaces.Sequence(spaces.Discrete(3)), {"action": 2}),
     "stacked": (spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), {"action": 2}),
     "nested": (spaces.Sequence(spaces.Sequence(spaces.Text(9))), {"action": 2, "items": 2, "items/items": 3}),
-    "graph": (
-        spaces.Graph(spaces.Box(0, 1, (1,)), spaces.Discrete(3)),
-        {"action": {"nodes": 3, "edges": 2}},
-    ),
-    "graph without edges": (spaces.Graph(spaces.Discrete(2), None), {"action": {"nodes": 3}}),
     "text": (spaces.Text(2**32 - 1, min_length=7), {"action": 5}),
     "choice": (
         spaces.OneOf([spaces.Discrete(2), spaces.Sequence(spaces.Discrete(3))]),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._envs.slice import SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays, ArrayType
 from jaxvec._options import States

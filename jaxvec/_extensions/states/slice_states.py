@@ -17,7 +17,7 @@ from jaxvec import _stats
 from jaxvec._engine.move import Verb
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn
-from jaxvec._envs.slice_extension import SliceExtension
+from jaxvec._envs.slice import SliceExtension
 from jaxvec._extensions.states.env_states import EnvSnapshot
 from jaxvec._extensions.states.proof import ForkedProcessEnded, call_in_fork, patience, prove
 from jaxvec._extensions.states.simulator import Simulator, Stepper

@@ -19,8 +19,8 @@ import numpy as np
 from jaxvec import _stats
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env
-from jaxvec._envs.slot_data import SlotData
 from jaxvec._errors import EnvStateError
+from jaxvec._extensions.slot_data import SlotData
 from jaxvec._extensions.states.env_states import EnvSnapshot, StatefulEnv
 from jaxvec._extensions.states.snapshots.pickling import dumps, size_of
 from jaxvec._options import States
