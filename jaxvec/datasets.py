@@ -110,11 +110,11 @@ class Recorder:
         num_envs = len(self._pieces)
         timestep, mask = jax.device_get((timestep, np.ones(num_envs, np.bool_) if mask is None else mask))
         seeds = expand_seeds(seed, num_envs)
-        options_of_envs = expand_options(options, np.arange(num_envs), num_envs) or [None] * num_envs
+        options_of_envs = expand_options(options, np.arange(num_envs))
         seeds_of_envs = [
             None if seeds is None or seeds[i] == NO_SEED else int(seeds[i]) for i in range(num_envs)
         ]
-        resets = [*zip(seeds_of_envs, options_of_envs, strict=True)]
+        resets = [(seeds_of_envs[i], options_of_envs.get(i)) for i in range(num_envs)]
         rows = self._rows(self._no_action, timestep)
         self._waiting.append(partial(self._restart, mask, rows, resets))
         self._last = np.where(mask, _progress(timestep), self._last)
