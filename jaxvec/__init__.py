@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jaxvec import _errors, _util
+from jaxvec import _backends, _errors, _extension, _extensions
 from jaxvec._errors import *  # noqa: F403 - its `__all__` has the public errors
-
-with _util.required_imports():
-    from jaxvec import _backends, _extension, _extensions
-    from jaxvec._options import Recycle, Restart, States, Timeouts, Workers
-    from jaxvec._results import EnvState, TimeStep
-    from jaxvec._settings import config
-    from jaxvec._stats import Stats
+from jaxvec._options import Recycle, Restart, States, Timeouts, Workers
+from jaxvec._results import EnvState, TimeStep
+from jaxvec._settings import config
+from jaxvec._stats import Stats
 
 # What the core does not import itself.
 _extension.extensions += _extensions.make_states, _extensions.make_spare_envs, _extensions.make_recycling
@@ -91,18 +87,12 @@ _LAZY = {
 }
 
 
-@cache
-def _load(module: str) -> Any:
-    with _util.required_imports():
-        return importlib.import_module(f"jaxvec.{module}")
-
-
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
-    return getattr(_load(_LAZY[name]), name)
+    return getattr(importlib.import_module(f"jaxvec.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from jaxvec._util import INTERRUPTED, leave, required_imports
+from jaxvec._util import INTERRUPTED, leave
 
 
 def main() -> None:
@@ -13,8 +13,7 @@ def main() -> None:
     if not sys.flags.safe_path and (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does: the env of `jaxvec check` may be a module here
     try:
-        with required_imports():
-            from jaxvec.cli._main import main as run  # slow, as it imports jax, so Ctrl-C must work here
+        from jaxvec.cli._main import main as run  # slow, as it imports jax, so Ctrl-C must work here
 
         code: int = run()
         sys.stdout.flush()

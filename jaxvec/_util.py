@@ -156,45 +156,17 @@ def _packages(extra: str) -> list[str]:
 
 @contextmanager
 def optional_imports(user: str, extra: str) -> Generator[None]:
-    """Adds the install command to a failed import of an extra's packages; otherwise checks their versions."""
+    """Adds the install command to a failed import of an extra's packages."""
     try:
         yield
     except ImportError as error:
         raise ImportError(f"{user} needs {error.name}: {install_command(extra)}") from error
-    check_versions(user, extra)
-
-
-@contextmanager
-def required_imports() -> Generator[None]:
-    """Adds the reason to a failed import if a package that jaxvec requires is older than it supports."""
-    try:
-        yield
-    except ImportError:
-        check_versions("jaxvec", "")
-        raise
 
 
 def import_optional(module: str, user: str, extra: str) -> Any:
     """Imports a module of an extra, or of a package of that name; an error has the install command."""
     with optional_imports(user, extra):
         return importlib.import_module(module)
-
-
-def check_versions(user: str, extra: str) -> None:
-    """Raises `ImportError` if an installed package of an extra is older than jaxvec supports."""
-    with suppress(importlib.metadata.PackageNotFoundError):  # jaxvec itself may not be installed
-        for requirement in _packages(extra):
-            name, _, oldest = re.sub(r"\[.*\]|,.*", "", requirement).partition(">=")
-            for installed in importlib.metadata.distributions(name=name):
-                if _numbers(installed.version) < _numbers(oldest):
-                    raise ImportError(
-                        f"{user} needs {name} {oldest} or newer, but {installed.version} is installed: "
-                        + install_command(extra)
-                    )
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -288,7 +288,7 @@ def find_spec(env_id: str) -> EnvSpec:
         return gymnasium.spec(name)
     except gymnasium.error.NameNotFound as error:
         advice = (
-            f"The module {module} registers no such id{_classes_of(module)}."
+            f"The module {module} registers no such id; if it has the class of the env, pass the class."
             if module
             else "An id of your own is known after the import of the module that registers it. Name the "
             f'module in the id, jaxvec.make("MODULE:{name}", …), or pass the class: jaxvec.make(MyEnv, …).'
@@ -301,16 +301,6 @@ def find_spec(env_id: str) -> EnvSpec:
             f"{error} A package registers its ids, such as those with {namespace}/, when it is imported. "
             f'Name the package in the id: jaxvec.make("{package}:{name}", …)'
         ) from None
-
-
-def _classes_of(module: str) -> str:
-    """Returns the envs that a module defines, for the error of an id that it lacks."""
-    class_names = [
-        name
-        for name, value in vars(sys.modules[module]).items()
-        if isinstance(value, type) and issubclass(value, gymnasium.Env) and value.__module__ == module
-    ]
-    return f". It has the env class {', '.join(class_names)}" if class_names else ""
 
 
 # --- Description of built envs, from which the parent makes the layout of the pool -----------------------

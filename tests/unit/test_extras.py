@@ -28,43 +28,6 @@ def test_the_command_names_the_packages_of_an_extra(monkeypatch):
     assert _util.install_command("bench") == 'pip install "envpool>=1.2"'
 
 
-def test_an_older_package_is_named_with_both_versions(monkeypatch):
-    requires = [
-        'numpy>=1.0; extra == "fits"',
-        'jaxvec[fits]; extra == "new"',
-        "pytest[all]>=99.1,<100; extra == 'new'",
-    ]
-    monkeypatch.setattr(importlib.metadata, "requires", {"jaxvec": requires}.get)
-    _util.check_versions("jaxvec.something", "fits")
-    with pytest.raises(
-        ImportError, match=r"jaxvec\.something needs pytest 99\.1 or newer, but \d.* pip install "
-    ):
-        _util.check_versions("jaxvec.something", "new")
-
-
-@pytest.mark.parametrize(
-    ("package", "older", "use"),
-    [
-        ("gymnasium", "import gymnasium.vector; del gymnasium.vector.AutoresetMode", "import jaxvec"),
-        ("jax", "import jax.sharding; del jax.sharding.reshard", "import jaxvec; jaxvec.make"),
-        ("jax", "import jax.sharding; del jax.sharding.reshard", "from jaxvec.__main__ import main; main()"),
-    ],
-)
-def test_an_older_required_package_is_named_if_an_import_fails(package, older, use):
-    """Pip only warns if another package replaces it by an older release."""
-    script = f"""
-import importlib.metadata as metadata, types
-{older}
-installed, old = metadata.distributions, types.SimpleNamespace(version="0.1")
-metadata.distributions = lambda name: [old] if name == {package!r} else installed(name=name)
-{use}
-"""
-    said = run_python("-c", script)
-    last = said.stderr.strip().splitlines()[-1]
-    assert re.search(rf"jaxvec needs {package} [0-9.]+ or newer, but 0\.1 is installed: pip install ", last)
-    assert re.search(rf'"{package}>=', last)
-
-
 def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch):
     def requires(name):
         raise importlib.metadata.PackageNotFoundError(name)
@@ -127,10 +90,8 @@ def test_a_missing_package_of_an_env_names_the_command():
 def test_an_unknown_id_names_the_module_or_the_class():
     with pytest.raises(NameNotFound, match=r'"MODULE:MyEnv-v0", …\), or pass the class: jaxvec'):
         jaxvec.make("MyEnv-v0", 2)
-    with pytest.raises(NameNotFound, match=r"The module json registers no such id\.$"):
+    with pytest.raises(NameNotFound, match=r"The module json registers no such id; .*pass the class"):
         jaxvec.make("json:MyEnv-v0", 2)
-    with pytest.raises(NameNotFound, match=r"no such id\. It has the env class CountingEnv, "):
-        jaxvec.make("jaxvec.testing:CountEnv", 2)
     with pytest.raises(ModuleNotFoundError, match=r"there is no module 'no_module'; .*pip install no_module"):
         jaxvec.make("no_module:MyEnv-v0", 2)
 
