@@ -378,8 +378,7 @@ class PoolConfig:
         object.__setattr__(self, "spare_envs", check_count("spare_envs", self.spare_envs, 0))
         autoreset = self.autoreset
         restart = self.restart
-        manual_reset = autoreset is not None and not autoreset.resets
-        if self.spare_envs and manual_reset:
+        if self.spare_envs and autoreset is not None and not autoreset.resets:
             raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")
         if self.reset_options is not None:
             self._check_reset_options()

@@ -188,9 +188,6 @@ class PoolSpec:
         values = tuple(value for value in field_values if value is not None)
         return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
-    def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return (self.num_envs, *leaf.shape)
-
     @cached_property
     def _builders(self) -> tuple[Callable[[Sequence[Any]], Any], ...]:
         places = {leaf.path: place for place, leaf in enumerate(self.timestep_leaves)}

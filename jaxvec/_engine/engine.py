@@ -154,7 +154,6 @@ _NO_SLOTS: NDArray[np.int_] = np.zeros(0, np.int_)  # for a caller that only has
 class Engine(ABC):
     """Moves the envs of a pool, for one thread at a time."""
 
-    generation: NDArray[np.uint32]  # `[num_envs]` moves of each env so far; a fresh handle has equal numbers
     last_caller: int  # `Move.caller_code` of the latest move
     num_served: int  # successful calls of compiled programs, modulo 2**32
     done_at_once: bool = False  # `dispatch` steps the envs in this thread
@@ -162,6 +161,8 @@ class Engine(ABC):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._pending_envs = config.pending_envs
+        # Moves of each env so far, `[num_envs]`; a fresh handle has equal numbers.
+        self.generation: NDArray[np.uint32] = np.zeros(len(self._pending_envs.needs_reset), np.uint32)
         self._fast_path_closed = False
         self._process = os.getpid()  # a fork must not move envs
         self.recorder: SpanRecorder | None = None  # for Python's spans, while the pool is traced
@@ -326,13 +327,18 @@ class Engine(ABC):
     def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
         """Returns `DONE` if these envs can be moved and, if `stepped`, need no reset first."""
 
-    @abstractmethod
     def advance(self, move: Move) -> None:
         """Makes older handles to the move's envs stale, unless the move has no caller."""
+        if move.caller is not None:
+            self.generation[self._pending_envs.rows(move.slots)] += np.uint32(1)
+            self.last_caller = move.caller_code
 
-    @abstractmethod
     def retract(self, move: Move, last_caller: int) -> None:
         """Undoes `advance` after a call that changed nothing. `last_caller` is the value before it."""
+        if move.caller is not None:
+            self.generation[self._pending_envs.rows(move.slots)] -= np.uint32(1)
+            if self.last_caller == move.caller_code:
+                self.last_caller = last_caller
 
     # --- Programs that call C++ directly: nothing to do without them ---------------------------------------
 
@@ -379,7 +385,6 @@ class PyEngine(Engine):
     def __init__(self, config: EngineConfig, *, done_at_once: bool = False) -> None:
         super().__init__(config)
         self.done_at_once = done_at_once
-        self.generation = np.zeros(len(self._pending_envs.needs_reset), np.uint32)
         # `_lock` guards `_inside` and `_holds`. An interrupt never leaves it locked: `with` releases it.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -447,14 +452,3 @@ class PyEngine(Engine):
         if ((env_ids < 0) | (env_ids >= len(self.generation))).any():
             return Status.NO_SUCH_ENV
         return Status.DUPLICATE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
-
-    def advance(self, move: Move) -> None:
-        if move.caller is not None:
-            self.generation[self._pending_envs.rows(move.slots)] += np.uint32(1)
-            self.last_caller = move.caller_code
-
-    def retract(self, move: Move, last_caller: int) -> None:
-        if move.caller is not None:
-            self.generation[self._pending_envs.rows(move.slots)] -= np.uint32(1)
-            if self.last_caller == move.caller_code:
-                self.last_caller = last_caller

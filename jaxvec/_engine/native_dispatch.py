@@ -27,8 +27,7 @@ class NativeParentDispatch(ParentDispatch):
         super().__init__(marks)
         stops = np.array([stop for _, stop in slices])
         sockets = np.array([channel.fileno() for channel in channels], np.int32)
-        look_around_ns = int(DEATH_CHECK_INTERVAL * 1e9)
-        self.native_end = load().parent(marks, stops, sockets, spin_ns, look_around_ns)
+        self.native_end = load().parent(marks, stops, sockets, spin_ns, int(DEATH_CHECK_INTERVAL * 1e9))
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         self.native_end.send(verb, slots)

@@ -57,7 +57,6 @@ class CEngine(Engine):
         pending_envs = config.pending_envs
         terminated, truncated = config.views.over if config.ends_need_reset else (None, None)
         timeout_ns = FOREVER_NS if config.timeout is None else int(config.timeout * 1e9)
-        self.generation = np.zeros(len(pending_envs.needs_reset), np.uint32)
         self._num_served_here = 0
         self._native, state = load().engine(
             {
@@ -90,6 +89,10 @@ class CEngine(Engine):
     @property
     def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._state[_LAST_CALLER]
+
+    @last_caller.setter
+    def last_caller(self, code: int) -> None:
+        self._state[_LAST_CALLER] = code
 
     @property
     def num_served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -147,17 +150,6 @@ class CEngine(Engine):
 
     def release(self) -> None:
         self._native.release()
-
-    def advance(self, move: Move) -> None:
-        if move.caller is not None:
-            self.generation[move.slots] += np.uint32(1)
-            self._state[_LAST_CALLER] = move.caller_code
-
-    def retract(self, move: Move, last_caller: int) -> None:
-        if move.caller is not None:
-            self.generation[move.slots] -= np.uint32(1)
-            if self.last_caller == move.caller_code:
-                self._state[_LAST_CALLER] = last_caller
 
     def count_success(self) -> None:
         self._num_served_here += 1

@@ -155,7 +155,7 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
     # a state also writes the reset options in it.
     for leaf in (*spec.action_leaves, *spec.option_leaves, *spec.timestep_leaves):
         if not leaf.is_object:
-            yield leaf.path, spec.batch_shape(leaf), leaf.stored
+            yield leaf.path, (n, *leaf.shape), leaf.stored
     yield ("raw_info",), (n,), np.dtype(np.uint8)  # `InfoKind`, written by workers
     yield ("seed",), (n,), np.dtype(np.int64)  # of the next reset; see `_arguments.py`
     # The following outlive a worker: only it writes them, and its replacement continues with them.
@@ -164,7 +164,7 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
     if spec.has_fault:  # results that the program has received, kept during a step; see `_envs/episodes.py`
         for leaf in spec.kept_leaves:
             if not leaf.is_object:
-                yield ("kept", *leaf.path), spec.batch_shape(leaf), leaf.stored
+                yield ("kept", *leaf.path), (n, *leaf.shape), leaf.stored
         yield ("kept_over",), (n,), np.dtype(np.bool_)  # whether that result ended an episode
         yield ("kept_for",), (n,), np.dtype(np.int64)  # the request that followed; see `Marks.requested`
     for name in ("requested", "completed", "completed_at"):
@@ -250,8 +250,7 @@ def private_segment(layout: Layout) -> Arrays:
 
 def whole_segment(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:
     """Returns the first part of the segment behind `arrays`, as bytes that keep the mapping alive."""
-    first = arrays[layout.fields[0].path]
-    memory: Any = first.base
+    memory: Any = arrays[layout.fields[0].path].base
     return np.frombuffer(memory, np.uint8, layout.present)
 
 

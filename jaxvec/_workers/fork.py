@@ -33,8 +33,6 @@ from jaxvec._workers.forkserver import (
     FORK,
     NUMBER,
     REAP,
-    Imports,
-    Inherited,
 )
 from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.output import Output
@@ -122,10 +120,9 @@ class _ForkServer:
         # Any thread sends, since each request is one system call; only a thread with `_lock` receives.
         self._requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            module = "jaxvec._workers.forkserver"
             with server_end, Output().streams(0) as streams:
                 self._process = start(
-                    module,
+                    "jaxvec._workers.forkserver",
                     server_end.fileno(),
                     os.getpid(),
                     env=env,
@@ -134,7 +131,7 @@ class _ForkServer:
                 )
             self.pid = self._process.pid
             with suppress(ConnectionError):  # it has ended; `fork` will raise
-                imports = Imports(modules, interpreter.sys_path(), not interpreter.is_own)
+                imports = modules, interpreter.sys_path(), not interpreter.is_own
                 self._requests.send(pickle.dumps(imports))
         except BaseException:
             self._requests.close()
@@ -245,7 +242,7 @@ class Forker:
             finally:
                 os.close(worker_end)
             with suppress(EOFError):  # the server may have refused, and closed its end
-                channel.send(Inherited(env, affinity()), deadline=deadline)
+                channel.send((env, affinity()), deadline=deadline)
             if not channel.readable(deadline):
                 raise TimeoutError(
                     "the fork server did not answer in time. If a module in preload is slow to import, "

@@ -20,9 +20,8 @@ import struct
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,33 +31,18 @@ from jaxvec._engine.channel import Channel, adopt_channel
 from jaxvec._util import affinity
 from jaxvec._workers import lifeline as _lifeline
 from jaxvec._workers import worker as _worker
-
-
-@dataclass(frozen=True)
-class Inherited:
-    """Properties that a new interpreter would inherit from the program at `make`, and a fork would not."""
-
-    environ: dict[str, str]
-    cores: set[int]  # empty if unknown
-
-    def apply(self) -> None:
-        """Applies them to this process; raises `OSError` if the kernel refuses the cores."""
-        os.environ.clear()
-        os.environ.update(self.environ)
-        time.tzset()
-        if self.cores != affinity():
-            os.sched_setaffinity(0, self.cores)
-
+from jaxvec._workers.spawn import kill_group
 
 # --- The fork server -------------------------------------------------------------------------------------
 # It is a new interpreter with one thread, without JAX, and without the user's code except for `preload`. So
 # a fork is as good as a new interpreter, and takes a few milliseconds instead of half a second.
 # Requests come over a SOCK_SEQPACKET socket, so each is one system call that Ctrl-C can't split. An answer
 # names its request, so that one left by an interrupted call is not taken for another:
-# - First message: a pickled `Imports`.
+# - First message: the pickled arguments of `_Server._import`.
 # - FORK and a number for the worker, with four descriptors: the worker's end of its control socket, stdout,
 #   stderr and working directory. The answer comes on the control socket: a process id, with a pidfd, or the
-#   error for which there is no worker. The worker then reads there what it has `Inherited`.
+#   error for which there is no worker. The worker then reads there what a new interpreter
+#   would inherit from the program at `make`: the environment variables, and the cores (empty if unknown).
 # - REAP and the number of a worker, which is killed if it has not ended. The answer is the number and its
 #   exit code. Until then the worker is a zombie, so its pid and process group can't belong to another
 #   process. The program does not wait for the answer if the worker's start was interrupted, or its handle is
@@ -74,15 +58,6 @@ NUMBER = struct.Struct("!I")
 ANSWER = struct.Struct("!Ii")
 _MAX_MESSAGE = 1 << 18  # bytes; above the kernel's limit
 _POLL_INTERVAL_MS = 100
-
-
-@dataclass(frozen=True)
-class Imports:
-    """Modules to import, with the program's `sys.path`."""
-
-    modules: tuple[str, ...]
-    sys_path: list[str]
-    own_path: bool  # whether the server's own `sys.path` comes first
 
 
 class ThreadsError(RuntimeError):
@@ -105,7 +80,7 @@ class _Server:
         self._program = os.pidfd_open(program)  # alive, or the lifeline would have killed this process
         self._workers: dict[int, int] = {}  # process ids, by the program's numbers
         self._files: dict[str, int | None] = {}  # written when, of preloaded modules that are not installed
-        self._refusal = self._import(pickle.loads(requests.recv(_MAX_MESSAGE)))
+        self._refusal = self._import(*pickle.loads(requests.recv(_MAX_MESSAGE)))
         self._helpers = _children()  # processes that the imports have started
         _adopt_orphans()
         _lifeline.release(lifeline)  # `serve` polls it, to outlive the workers
@@ -135,12 +110,15 @@ class _Server:
             elif number in self._workers:  # the server may have refused to fork it
                 self._reap(number)
 
-    def _import(self, imports: Imports) -> Exception | None:
-        """Imports the preloaded modules. Returns the error with which every fork is refused, if any."""
+    def _import(self, modules: Sequence[str], sys_path: list[str], keeps_path: bool) -> Exception | None:
+        """Imports the preloaded modules, with the program's `sys.path`, after the server's if it keeps that.
+
+        Returns the error with which every fork is refused, if any.
+        """
         own_path = list(sys.path)
         own_modules = {*sys.modules}
-        sys.path[:] = [*(own_path if imports.own_path else ()), *imports.sys_path]
-        for module in imports.modules:
+        sys.path[:] = [*(own_path if keeps_path else ()), *sys_path]
+        for module in modules:
             try:
                 importlib.import_module(module)
             except BaseException as error:
@@ -199,25 +177,26 @@ class _Server:
         for descriptor in (output, error, folder):
             os.close(descriptor)
         try:
-            inherited: Inherited = channel.receive_message()
+            environ, cores = channel.receive_message()
         except EOFError:  # the program has given up on the worker
             sys.exit()
-        inherited.apply()
+        os.environ.clear()
+        os.environ.update(environ)
+        time.tzset()
+        if cores != affinity():
+            os.sched_setaffinity(0, cores)
         importlib.invalidate_caches()  # modules may have been installed since the server's start
         _reseed()
         multiprocessing.current_process().authkey = os.urandom(32)
 
     def _reap(self, number: int) -> None:
-        self._kill(number)
-        _, status = os.waitpid(self._workers.pop(number), 0)
+        pid = self._workers.pop(number)
+        kill_group(pid)
+        _, status = os.waitpid(pid, 0)
         self._end_orphans()
         with suppress(OSError):  # the program reads no answers any more
             answer = ANSWER.pack(number, os.waitstatus_to_exitcode(status))
             self._requests.send(answer, socket.MSG_DONTWAIT)
-
-    def _kill(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._workers[number], signal.SIGKILL)
 
     def _drain(self, poll: select.poll) -> NoReturn:
         """Waits for the end of the workers after the program has closed the socket, and exits."""
@@ -229,8 +208,8 @@ class _Server:
         self._end()
 
     def _end(self) -> NoReturn:
-        for number in self._workers:
-            self._kill(number)
+        for pid in self._workers.values():
+            kill_group(pid)
         self._workers.clear()
         self._end_orphans()
         os._exit(0)

@@ -109,9 +109,8 @@ class LocalLauncher(Launcher):
             return self._launcher.launch(streams)
 
     def close(self) -> None:
-        latest = self._latest
-        self._latest = {}
-        for process, channel in [*latest.values()]:
+        while self._latest:
+            _, (process, channel) = self._latest.popitem()
             # All have ended, except for one of which Ctrl-C has kept the pool from learning. The traceback of
             # the error that broke the pool may refer to it.
             process.end()

@@ -51,10 +51,6 @@ class WorkerRecipe:
     has_fault: bool = False  # whether episodes may be cut, by faults or for extensions
     shares_values: bool = False  # whether envs in this process get the objects of the caller, not copies
 
-    def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
-        first, stop = (place // (self.config.envs_per_instance or 1) for place in self.slices[worker])
-        return self.env_fns[first:stop]
-
 
 # --- Messages on the control socket, in the order in which they are first sent ---------------------------
 
@@ -184,14 +180,15 @@ def make_setup(
     Raises:
         TypeError: A function can't be pickled.
     """
-    first, _ = recipe.slices[worker]
+    first, stop = recipe.slices[worker]
     config = recipe.config
+    size = config.envs_per_instance or 1
     init = config.workers.init
     interpreter = recipe.interpreter
     pickled_init = init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)")
     large: list[PickleBuffer] = []
     env_fns = _pickle(
-        (list(recipe.env_fns_of(worker)), recipe.on_slice),
+        (list(recipe.env_fns[first // size : stop // size]), recipe.on_slice),
         f"the constructor of env {first}",
         ', or use backend="serial"',
         # Another interpreter may have a NumPy that can't read pickles without buffers.

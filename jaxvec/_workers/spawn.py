@@ -58,7 +58,7 @@ class SpawnedWorker(Process):
 
     def end(self) -> None:
         if self._process.returncode is None:
-            _kill(self._process)
+            kill_group(self.pid)
 
     def ending(self) -> tuple[int | None, str]:
         return describe_exit(self.wait(timeout=1), self._process.returncode)
@@ -77,13 +77,14 @@ def _drop(process: subprocess.Popen[bytes], program: int) -> None:
     # The garbage collector calls this in any thread, which may hold any lock, also of `threading`. A fork of
     # the program drops its copies of the handles.
     if os.getpid() == program and process.returncode is None:
-        _kill(process)
+        kill_group(process.pid)
         _thread.start_new_thread(process.wait, ())
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill_group(pid: int) -> None:
+    """Kills the processes in the group that `pid` leads, if there are any."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
 
 
 class Spawner:
@@ -96,9 +97,13 @@ class Spawner:
     def launch(self, streams: Sequence[int]) -> tuple[SpawnedWorker, Channel]:
         channel, worker_end = channel_pair()
         try:
-            env = environ(self._changes)
-            module = "jaxvec._workers.worker"
-            process = start(module, worker_end, env=env, interpreter=self._interpreter, streams=streams)
+            process = start(
+                "jaxvec._workers.worker",
+                worker_end,
+                env=environ(self._changes),
+                interpreter=self._interpreter,
+                streams=streams,
+            )
             return SpawnedWorker(process), channel
         except BaseException:
             channel.close()

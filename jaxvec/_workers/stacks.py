@@ -40,12 +40,11 @@ def publish(worker: int, first: int, last: int) -> None:
     """Prepares this process, a worker with the envs `first` to `last`, for the signals."""
     if _IS_SUPPORTED:
         # The process keeps the descriptor.
-        ext = _native.ext
-        memory = create_memory(f"jaxvec stack {worker} {first} {last} {ext is not None:d}")
+        memory = create_memory(f"jaxvec stack {worker} {first} {last} {_native.ext is not None:d}")
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(DUMP, memory)
-        if ext is not None:
-            ext.add_native_stack(DUMP, memory)
+        if _native.ext is not None:
+            _native.ext.add_native_stack(DUMP, memory)
         faulthandler.register(DUMP_AND_END, memory, chain=True)  # the default action ends the process
 
 

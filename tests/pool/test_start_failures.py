@@ -305,7 +305,7 @@ def test_a_fork_of_the_program_has_servers_and_lifelines_of_its_own():
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(_fork._ForkServer, "fork"), (_fork, "Inherited"), (_fork._ForkServer, "reap")],
+    [(_fork._ForkServer, "fork"), (_fork, "affinity"), (_fork._ForkServer, "reap")],
 )
 def test_ctrl_c_while_a_worker_is_started_or_ended_leaves_none_behind(monkeypatch, new_workers, where, name):
     """The next pool is as good as any."""

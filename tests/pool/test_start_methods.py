@@ -474,7 +474,12 @@ def test_what_starts_threads_is_not_forked(make, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match='its imports started 1 threads.*start_method="spawn"'):
         make(CountingEnv, 1, workers=jaxvec.Workers(preload=["threaded_module"]))
     # Without preload, what starts them is a plug-in of Gymnasium's, or NumPy's BLAS.
-    monkeypatch.setattr(_fork, "Imports", lambda _, *path: forkserver.Imports(("threaded_module",), *path))
+    start = _fork._ForkServer.__init__
+    monkeypatch.setattr(
+        _fork._ForkServer,
+        "__init__",
+        lambda self, env, modules, interpreter: start(self, env, ("threaded_module",), interpreter),
+    )
     worker_env = {"JAXVEC": "threads"}
     (parent,) = ask(make, "os.getppid()", "auto", env=worker_env)
     assert parent == os.getpid()
