@@ -69,7 +69,7 @@ class Deadlines:
     """The times at which the operations of workers, and the starts of replacements, are late.
 
     The time of a start or a recovery is not charged to operations that were waiting meanwhile. All times are
-    `time.monotonic()` seconds. `Supervisor.polling` guards the fields.
+    `time.monotonic()` seconds. Only a thread that holds `Supervisor.polling` changes the fields.
 
     Attributes:
         start_timeout: Seconds for the start of a replacement with its first env, and for each further env.

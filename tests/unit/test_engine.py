@@ -412,7 +412,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.rules_played += 1
         if not self.broken:
-            assert self.pool.generation(self.pool.all).tolist() == self.counts.tolist()
+            assert self.pool.engine.generation[self.pool.all].tolist() == self.counts.tolist()
             assert probe.pending_envs(self.pool).sent.tolist() == self.sent
 
     def teardown(self):
