@@ -102,7 +102,7 @@ class PoolSpec:
     """The shapes and dtypes of a pool's data, and its autoreset mode. Hashable, compared by value.
 
     `declared` is the part of `info` that the env itself fills in. `reset_options` are the declared options of
-    resets, `None` for none.
+    resets, `None` for none. With `objects`, values without a fixed shape are Python objects.
     """
 
     num_envs: int
@@ -116,6 +116,7 @@ class PoolSpec:
     info: DictNode
     declared: DictNode
     reset_options: Node | None = None
+    objects: bool = False
 
     def __hash__(self) -> int:
         return self.fingerprint
@@ -217,8 +218,8 @@ def make_spec(
 
     A `batch_size` of `None` means all envs. `policy` maps an env's dtype to the stored one. With `fault`,
     info has the key `fault`. `declared` is as for `declared_leaves`. With `objects`, leaves of observations
-    and actions may be Python objects. With `max_sizes`, spaces without a fixed shape are padded.
-    `reset_options` is the space of the options of a reset.
+    and actions may be Python objects, and so may an episode's last observation. With `max_sizes`, spaces
+    without a fixed shape are padded. `reset_options` is the space of the options of a reset.
     """
     sizes = None if max_sizes is None else MaxSizes(max_sizes)
 
@@ -271,6 +272,7 @@ def make_spec(
         info=DictNode(("info",), tuple(fields), tuple(fields.values())),
         declared=declared_node,
         reset_options=options,
+        objects=objects,
     )
 
 

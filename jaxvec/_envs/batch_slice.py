@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED
 from jaxvec._envs.env_access import EnvAccess
-from jaxvec._envs.env_rows import one_of
+from jaxvec._envs.env_rows import WITHOUT_FINAL_OBS, one_of
 from jaxvec._envs.envs import (
     AttributeErrorContext,
     BatchedEnv,
@@ -312,8 +312,12 @@ class BatchSlice(Slice):
                 for leaf in leaves(node):
                     self._arrays[leaf.path][rows] = 0
             self._arrays["info", "_final_obs"][rows] = over
-            finals = ((row, _final_obs(self._spec.obs, info, row)) for row in np.flatnonzero(over).tolist())
-            self._write_each(self._write_row[node.path], rows, finals)
+            finals = [(row, _final_obs(self._spec.obs, info, row)) for row in np.flatnonzero(over).tolist()]
+            try:
+                self._write_each(self._write_row[node.path], rows, finals)
+            except InvalidValue as error:
+                error.args = (f"{error}{WITHOUT_FINAL_OBS}",)
+                raise
         if self._spec.has_final_info:
             final = info.get("final_info", {})
             self._write_declared(self._spec.info.child("final_info"), final, rows)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
 from jaxvec._errors import ActionError
 from jaxvec._leaves import DictNode, leaves
-from jaxvec._memory.rows import column, reader, writer, zeroer
+from jaxvec._memory.rows import InvalidValue, column, reader, writer, zeroer
 from jaxvec._memory.segment import Arrays, Index, InfoKind, kind_of
 from jaxvec._spec import PoolSpec
+
+# The end of the text of an error.
+WITHOUT_FINAL_OBS = "; if nothing reads an episode's last observation, pass make(final_obs=False)"
 
 _FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
@@ -43,7 +47,12 @@ class DeclaredInfo:
 
 
 class FinalStep:
-    """Writer of an episode's last observation and info, under same-step autoreset. Other rows are zero."""
+    """Writer of an episode's last observation and info, under same-step autoreset. Other rows are zero.
+
+    Attributes:
+        infos: What `final_info`, and `final_obs` if it has no row, will be in the raw info of the reset that
+            follows, by the index of each env that has ended and is not reset yet.
+    """
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int], *, check: str) -> None:
         self._obs = self._info = None
@@ -53,21 +62,32 @@ class FinalStep:
         if spec.has_final_obs:
             node = spec.info.child("final_obs")
             mask = column(spec.info.child("_final_obs"), arrays)
-            self._obs = (writer(node, arrays, check=check), zeroer(node, arrays), mask)
+            # Other libraries return the env's own object, so an observation is not cast to fit its row.
+            check_obs = "structure" if spec.objects else check
+            self._obs = (writer(node, arrays, check=check_obs), zeroer(node, arrays), mask)
+        self._keeps_unfit = spec.objects
         if spec.has_final_info:
             self._info = DeclaredInfo(spec.info.child("final_info"), arrays, check=check)
         self._written = set(written)  # the rows that may not be zero
-        self.infos: dict[int, dict[str, Any]] = {}  # raw, of envs that are not reset yet after this step
+        self.infos: dict[int, dict[str, Any]] = {}
 
     def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
         """Writes an episode's last step, before a reset that may reuse the memory of observation and info."""
         info = {key: _copied(value) for key, value in info.items()}
-        self.infos[index] = info
+        self.infos[index] = {"final_info": info}
         self._written.add(index)
         if self._obs is not None:
-            write, _, mask = self._obs
-            write(index, obs)
-            mask[index] = True
+            write, clear, mask = self._obs
+            try:
+                write(index, obs)
+                mask[index] = True
+            except InvalidValue as error:
+                clear(index)  # some leaves may be written
+                mask[index] = False
+                if not self._keeps_unfit:
+                    error.args = (f"{error}{WITHOUT_FINAL_OBS}",)
+                    raise
+                self.infos[index]["final_obs"] = deepcopy(obs)
         if self._info is not None:
             self._info.write(index, info)
 

@@ -383,7 +383,7 @@ class EnvSlice(Slice):
         except BaseException as error:
             raise EnvFailure(self.first + index, "reset") from error
         self.episodes.reset_in_step(index)
-        return obs, {**info, "final_info": self.rows.final.infos.pop(index)}
+        return obs, info | self.rows.final.infos.pop(index)
 
     def _start(self, index: int, obs: Any, info: dict[str, Any]) -> Any:
         """Writes the row of a reset, except the observation, which it returns."""

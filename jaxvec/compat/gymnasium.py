@@ -140,7 +140,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     Attributes:
         pool: The jaxvec `VectorEnv` that runs the envs. It offers `stats()`, `raise_if_failed()` and, if the
-            dtypes are JAX's, the functions for compiled programs.
+            dtypes are JAX's, the functions for compiled programs. Its own time steps have no last observation
+            that does not fit the space: `_final_obs` is False there.
     """
 
     def __init__(

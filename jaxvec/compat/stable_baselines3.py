@@ -205,7 +205,11 @@ class _PooledVecEnv(_VecEnv):
             info["TimeLimit.truncated"] = False
         for env_id in ended:
             infos[env_id]["TimeLimit.truncated"] = not terminated[env_id]
-            infos[env_id]["terminal_observation"] = _row(spec.obs, ends["final_obs"], env_id)
+            if ends["_final_obs"][env_id]:
+                last_obs = _row(spec.obs, ends["final_obs"], env_id)
+            else:  # it does not fit the space
+                last_obs = self.reset_infos[env_id].pop("final_obs")
+            infos[env_id]["terminal_observation"] = last_obs
         return self._batch(rows), rewards, dones, infos
 
     def _batch(self, rows: Rows) -> Any:

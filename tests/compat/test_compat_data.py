@@ -131,11 +131,16 @@ def plain(value):
             return value
 
 
-def play(make_envs, case):
-    """Returns the results of a reset and four steps; `None` if an error was raised."""
+def play(make_envs, case, *, last=False):
+    """Returns the results of a reset and four steps; `None` if an error was raised.
+
+    With `last`, they include Stable-Baselines3's last observations, and the infos of its resets.
+    """
     envs = make_envs([partial(CaseEnv, case)] * 2)
     try:
         results = [envs.reset(), *(envs.step(np.zeros(2, int)) for _ in range(4))]
+        if last:
+            return results, getattr(envs, "reset_infos", None)
         # Stable-Baselines3's classes return the last observation as the env did, ours as in its space.
         for *_, infos in results[1:]:
             for info in infos if isinstance(infos, list) else ():
@@ -195,6 +200,95 @@ def test_data_that_originals_accept_are_equal(library, name):
     for theirs, ours in classes.values():
         found = plain(play(ours, case))
         assert found == (plain(play(theirs, case)) or expected)
+
+
+def ends_with(space, obs, last):
+    """Returns a case whose last observation of each episode is `last`."""
+    return Case(space, lambda n: last if n == 2 else obs(n), info=lambda n: {"n": n} if n % 2 else {})
+
+
+def in_wide(n):
+    return np.full(3, n, np.float32)
+
+
+def in_named(n):
+    return {"row": in_wide(n), "count": n}
+
+
+# Last observations that are not of the space.
+LAST = {
+    "None": ends_with(WIDE, in_wide, None),
+    "a short window": ends_with(WIDE, in_wide, np.arange(2.0)),
+    "a window of 1": ends_with(WIDE, in_wide, np.ones(1, np.float32)),
+    "an empty window": ends_with(WIDE, in_wide, np.ones(0)),
+    "another order of axes": ends_with(GRID, lambda n: np.ones((2, 3), np.float32), np.ones((3, 2))),
+    "one axis more": ends_with(WIDE, in_wide, np.ones((1, 3), np.float32)),
+    "a text": ends_with(WIDE, in_wide, "the end"),
+    "fractions for uint8": ends_with(UINT8, lambda n: np.full(1, n, np.uint8), np.full(1, 0.5)),
+    "None for Discrete": ends_with(spaces.Discrete(9), lambda n: n, None),
+    "no dict": ends_with(spaces.Dict(row=WIDE, count=spaces.Discrete(9)), in_named, None),
+    "no value of a key": ends_with(
+        spaces.Dict(row=WIDE, count=spaces.Discrete(9)), in_named, {"row": in_wide(2), "count": None}
+    ),
+    "a tuple with a short row": ends_with(
+        spaces.Tuple((WIDE, WIDE)), lambda n: (in_wide(n), in_wide(n)), (in_wide(2), np.ones(2))
+    ),
+}
+
+
+def last_classes(library):
+    """Returns pairs of an original and ours, with same-step autoreset."""
+    pairs = list(LIBRARIES[library]().values())
+    if library == "gymnasium":
+        return [[partial(make, autoreset_mode="SameStep") for make in pair] for pair in pairs]
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    from jaxvec.compat.stable_baselines3 import SubprocVecEnv as OurSubprocVecEnv
+
+    return [
+        *pairs,
+        (partial(SubprocVecEnv, start_method="fork"), partial(OurSubprocVecEnv, num_workers=1)),
+    ]
+
+
+@both
+@pytest.mark.slow(but=6)
+@pytest.mark.parametrize("name", LAST)
+def test_unfit_last_observations_are_the_envs_own(library, name):
+    for theirs, ours in last_classes(library):
+        expected = plain(play(theirs, LAST[name], last=True))
+        assert expected
+        assert plain(play(ours, LAST[name], last=True)) == expected
+
+
+@pytest.mark.parametrize("ours", [0, 1])
+def test_unfit_last_observation_survives_reuse_of_its_memory(ours):
+    memory = np.zeros(3, np.float32)
+
+    def reused(n):
+        memory[:] = n
+        return {"row": memory[:2] if n == 2 else memory}
+
+    classes = last_classes("gymnasium")
+    results, _ = play(classes[ours][1], Case(spaces.Dict(row=WIDE), reused), last=True)
+    assert [obs["row"].tolist() for obs in results[2][4]["final_obs"]] == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("check", ["structure", "cast"])
+@pytest.mark.parametrize("name", ["None", "a short window", "no value of a key"])
+def test_make_refuses_unfit_last_observation_and_names_final_obs(make, name, check, backend):
+    options = {"check": check, "backend": backend}
+    envs = make(partial(CaseEnv, LAST[name]), 2, **options)
+    envs.reset()
+    envs.step([0, 0])
+    with pytest.raises(jaxvec.EnvDataError, match=r"env 0 .*final_obs.*pass make\(final_obs=False\)"):
+        envs.step([0, 0])
+    envs = make(partial(CaseEnv, LAST[name]), 2, **options, final_obs=False)
+    envs.reset()
+    envs.step([0, 0])
+    assert envs.step([0, 0]).done.all()
+    assert not envs.step([0, 0]).done.any()
 
 
 def cell(results, case):

@@ -370,6 +370,10 @@ class Wrong(gymnasium.vector.VectorEnv):
         ({"terminated": np.zeros(2)}, "terminated: expected bool, got float64"),
         ({"info": None}, "info must be a dict, got NoneType"),
         ({"terminated": np.ones(2, bool)}, "info has no 'final_obs'; make the pool with final_obs=False"),
+        (
+            {"terminated": np.ones(2, bool), "info": {"final_obs": np.array([np.zeros(3), None], object)}},
+            r"env 1 .*final_obs'\]: .*got .* pass make\(final_obs=False\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("kwargs", [{"backend": "serial"}, {"backend": "process"}])
