@@ -65,20 +65,16 @@ class Restart:
         check_choice("retry", self.retry, get_args(Retry))
         if self.max_restarts is not None and not self.max_restarts >= 0:
             raise ValueError(f"max_restarts must be at least 0, or None, not {self.max_restarts!r}")
-        if self.rate is not None:
-            object.__setattr__(self, "rate", _check_rate(self.rate))
-
-
-def _check_rate(rate: tuple[int, float]) -> tuple[int, float]:
-    try:
-        count, seconds = rate
-        if isinstance(count, int) and count >= 1 and seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            return count, seconds
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(
-        f"rate must be (n, seconds), for at most n restarts (1 or more) in that time, or None, not {rate!r}"
-    )
+        match self.rate:
+            case None:
+                pass
+            case (int(count), float() | int() as seconds) if count >= 1 and seconds > 0:
+                pass
+            case _:
+                raise ValueError(
+                    "rate must be (n, seconds), for at most n restarts (1 or more) in that time, or None, "
+                    f"not {self.rate!r}"
+                )
 
 
 def parse_restart(on_fault: OnFault | Restart) -> Restart | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxvec._envs.episodes import MARKED
 from jaxvec._errors import ActionError
 from jaxvec._leaves import DictNode, leaves
 from jaxvec._memory.rows import InvalidValue, column, reader, writer, zeroer
@@ -153,26 +154,28 @@ class EnvRows:
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
         self.given: dict[int, Any] | None = None  # the next actions by index, if they are Python objects
 
-    def actions(self, indices: list[int], rows: Index) -> tuple[list[Any], dict[int, ActionError]]:
+    def actions(
+        self, indices: list[int], rows: Index, state: list[int]
+    ) -> tuple[list[Any], ActionError | None]:
         """Returns the next action of each env. `rows` are `indices` in the form of an array index.
 
-        The second result has the errors of padded actions that are invalid, by index. They are `None`.
+        If a padded action is invalid, and the env's `state` needs it, it is the last one, with its error.
         """
         given = self.given
         self.given = None
         if given is not None:
-            return [given[index] for index in indices], {}
+            return [given[index] for index in indices], None
         with suppress(ActionError):
-            return list(self._read_actions(rows)), {}
+            return list(self._read_actions(rows)), None
         actions: list[Any] = []
-        wrong: dict[int, ActionError] = {}
         for index in indices:
             try:
                 actions += self._read_actions(np.array([index]))
             except ActionError as error:
                 actions.append(None)
-                wrong[index] = error.with_traceback(None)
-        return actions, wrong
+                if state[index] <= MARKED:
+                    return actions, error.with_traceback(None)
+        return actions, None
 
     def obs(self, index: int) -> Any:
         (obs,) = self._read_obs(np.array([index]))

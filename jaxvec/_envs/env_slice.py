@@ -40,7 +40,6 @@ from jaxvec._envs.envs import (
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, EpisodeTracker
 from jaxvec._envs.slice import Done, Slice, SliceExtension, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs
-from jaxvec._errors import ActionError
 from jaxvec._leaves import KeyPath
 from jaxvec._memory.rows import store
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
@@ -193,13 +192,14 @@ class EnvSlice(Slice):
         _, indices, rows = self._selection
         if self._delivered is not None:
             self._delivered.keep(slots - self.first)
-        actions, wrong = self.rows.actions(indices, rows)
+        actions, wrong = self.rows.actions(indices, rows, self.episodes.state)
         self.running[0] = self.first + indices[0] + 1
         try:
-            if wrong:
-                self._step_until_wrong(indices, actions, after, wrong)
-            else:
-                self._step_each(indices, actions, after)
+            if wrong is not None:  # first step the envs before that of the last action
+                self._step_each(indices[: len(actions) - 1], actions, after)
+                self.running[0] = self.first + indices[len(actions) - 1] + 1
+                raise wrong
+            self._step_each(indices, actions, after)
         except BaseException as error:
             if forked:  # the worker may be at another env by now
                 end_forks(" or ".join(map(str, slots)), "step")
@@ -257,23 +257,6 @@ class EnvSlice(Slice):
             if after is not None:
                 after(index)
 
-    def _step_until_wrong(
-        self,
-        indices: list[int],
-        actions: list[Any],
-        after: Callable[[int], None] | None,
-        wrong: Mapping[int, ActionError],
-    ) -> None:
-        """Steps the envs before the first invalid action that is needed, and raises its error."""
-        state = self.episodes.state
-        needed = (place for place, index in enumerate(indices) if index in wrong and state[index] <= MARKED)
-        place = next(needed, len(indices))
-        if place:
-            self._step_each(indices[:place], actions[:place], after)
-        if place < len(indices):
-            self.running[0] = self.first + indices[place] + 1
-            raise wrong[indices[place]]
-
     def _report(self, done: Done, index: int) -> None:
         # Count first: the parent may read the statistics as soon as `done` marks the slot as completed.
         self._count_steps(self._counted[0] + 1)
@@ -301,13 +284,10 @@ class EnvSlice(Slice):
             check_dict("step", info)
         if self._strict:
             self.slots.check_obs(index, obs)
-        if self._reward_shape:
-            with np.errstate(over="ignore", invalid="ignore"):  # see `rows.store`
-                reward = conform_reward(reward, self._reward_shape)
-                marked = self.episodes.take(index, reward)
-        else:
-            # NumPy's float64 is a float, but sums of it warn, too.
-            reward = float(reward) if isinstance(reward, float) else conform_reward(reward, ())
+        # NumPy's float64 is a float, but sums of it warn, as those of arrays do.
+        is_number = isinstance(reward, float) and not self._reward_shape
+        reward = float(reward) if is_number else conform_reward(reward, self._reward_shape)
+        with np.errstate(over="ignore", invalid="ignore"):  # see `rows.store`
             marked = self.episodes.take(index, reward)
         if self._strict:
             self._check_reward(index, reward)

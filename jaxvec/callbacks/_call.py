@@ -230,23 +230,18 @@ def call_envs(call: Call, pool: Pool, move: Move, operands: Rows) -> list[Array]
     columns: list[list[Array]] = [[] for _ in call.answers]
     for slot, value in zip(move.slots.tolist(), values, strict=True):
         leaves, got = jax.tree.flatten(value)
-        if got != structure:
-            raise _wrong_answer(slot, name, f"expected the structure {structure}, got {got}")
-        for column, leaf, (shape, dtype) in zip(columns, leaves, call.answers, strict=True):
-            try:
+        try:
+            if got != structure:
+                raise InvalidValue(f"expected the structure {structure}, got {got}")
+            for column, leaf, (shape, dtype) in zip(columns, leaves, call.answers, strict=True):
                 kind = Leaf((name,), shape, dtype, dtype)
                 row = np.empty(shape, dtype)
                 store(kind, row, conform(kind, leaf))
                 column.append(row)
-            except InvalidValue as error:
-                raise _wrong_answer(slot, name, str(error)) from error
+        except InvalidValue as error:
+            text = f"env {slot} returned wrong data from {name}: {error}"
+            raise EnvDataError(text, env_id=slot, worker=None, operation=name) from error
     return [np.stack(column) for column in columns]
-
-
-def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
-    return EnvDataError(
-        f"env {slot} returned wrong data from {name}: {why}", env_id=slot, worker=None, operation=name
-    )
 
 
 def token_of(pool: Pool, move: Move) -> Array:
