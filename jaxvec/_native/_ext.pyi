@@ -114,7 +114,7 @@ class Plan(TypedDict):
 def engine(plan: Plan, /) -> tuple[Engine, NDArray[Any]]:
     """Returns an engine, which programs find by its pool's id until it is closed, and its `State`."""
 
-# --- call.h, cuda.h, ffi.h, interrupts.h, stacks.h ---
+# --- call.h, cuda.h, ffi.h, interrupts.h ---
 
 FFI_VERSION: int
 FFI_CALL: Any  # capsules
@@ -150,22 +150,6 @@ def prepare_cuda(calls: int, sizes: NDArray[Any], /) -> None:
 
 def use_cuda(driver: str | None, /) -> None:
     """Loads another CUDA driver; `None` restores the default. For tests."""
-
-def call_cuda(
-    stream: int,
-    verb: int,
-    fresh: bool,
-    extra: bytes,
-    fingerprint: int,
-    operands: Sequence[NDArray[Any]],
-    results: Sequence[NDArray[Any]],
-    packed: Sequence[NDArray[Any]],
-    /,
-) -> str:
-    """Makes a call as a program on a GPU would, and returns the error's text. For tests.
-
-    `packed` has one array, in which the small results are.
-    """
 
 def watch_interrupts() -> None: ...
 def interrupts() -> int: ...

@@ -14,10 +14,11 @@ PyModuleDef definition = {
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__ext() {
+PyMODINIT_FUNC PyInit__ext() try {
   import_array();
-  Ref module(PyModule_Create(&definition));
-  const bool complete = module && add_engine(module.get()) && add_calls(module.get()) &&
-                        add_stepper(module.get()) && add_states(module.get());
-  return complete ? module.release() : nullptr;
+  Ref module = own(PyModule_Create(&definition));
+  for (const auto add : {add_engine, add_calls, add_stepper, add_states}) add(module.get());
+  return module.release();
+} catch (const PythonError&) {
+  return nullptr;
 }

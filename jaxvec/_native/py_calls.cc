@@ -93,18 +93,6 @@ void set_functions(PyObject* serve, PyObject* fail) {
   set_python(serve == Py_None ? nullptr : answer);
 }
 
-// Returns a call of a program, without its arrays.
-Call make_call(uint32_t verb, bool fresh, std::string_view extra, int64_t fingerprint) {
-  Call call{};
-  call.verb = verb;
-  call.fresh = fresh;
-  call.extra = reinterpret_cast<const uint8_t*>(extra.data());
-  call.num_extra = static_cast<uint32_t>(extra.size());
-  call.fingerprint = fingerprint;
-  call.interrupts = interrupts();
-  return call;
-}
-
 std::vector<Array> unpacked(const Slots& layout, const Arrays& arrays) {
   std::vector<Array> found;
   if (!unpack(layout.data, layout.data + layout.count, arrays.arrays, &found)) {
@@ -119,7 +107,13 @@ void call_packed(uint32_t verb, bool fresh, std::string_view extra, int64_t fing
                  const Slots& operand_layout, const Slots& result_layout, const Arrays& operands,
                  const Arrays& results) {
   watch_signals();  // in each call, as ffi.cc does
-  Call call = make_call(verb, fresh, extra, fingerprint);
+  Call call{};
+  call.verb = verb;
+  call.fresh = fresh;
+  call.extra = reinterpret_cast<const uint8_t*>(extra.data());
+  call.num_extra = static_cast<uint32_t>(extra.size());
+  call.fingerprint = fingerprint;
+  call.interrupts = interrupts();
   call.operands = unpacked(operand_layout, operands);
   call.results = unpacked(result_layout, results);
   const std::shared_ptr<Engine> engine = engine_of(call);
@@ -138,42 +132,21 @@ void prepare(uint32_t calls, const Numbers<uint64_t, NPY_UINT64>& sizes) {
   without_gil([&] { prepare_cuda(calls, sizes.data, sizes.count); });
 }
 
-// Makes a call as XLA would, with arrays in place of a GPU's memory, and returns the error's text. For tests.
-Ref call_cuda(int64_t stream, uint32_t verb, bool fresh, std::string_view extra, int64_t fingerprint,
-              Arrays& operands, Arrays& results, const Arrays& packed) {
-  for (Array& array : operands.arrays) {
-    if (std::string("biufc").find(static_cast<char>(array.dtype % 256)) == std::string::npos) array.dtype = 0;
-  }
-  Call call = make_call(verb, fresh, extra, fingerprint);
-  call.operands = std::move(operands.arrays);
-  call.results = std::move(results.arrays);
-  call.packed = packed.arrays[0].data;
-  call.packed_bytes = bytes_of(packed.arrays[0]);
-  const std::string error =
-      without_gil([&] { return answer_on_cuda(call, reinterpret_cast<void*>(stream)); });
-  return own(PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
-}
-
-PyMethodDef functions[] = {
-    define<set_functions>("set_python"), define<call_packed>("call_packed"),
-    define<prepare>("prepare_cuda"),     define<use_driver>("use_cuda"),
-    define<call_cuda>("call_cuda"),      define<watch_signals>("watch_interrupts"),
-    define<interrupts>("interrupts"),    define<add_native_stack>("add_native_stack"),
-    {nullptr, nullptr, 0, nullptr},
-};
-
-bool add_handler(PyObject* module, const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
-  const Ref capsule(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
-  return capsule && PyModule_AddObjectRef(module, name, capsule.get()) == 0;
+void add_handler(PyObject* module, const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  const Ref capsule = own(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
+  check(PyModule_AddObjectRef(module, name, capsule.get()) == 0);
 }
 
 }  // namespace
 }  // namespace jaxvec
 
-bool add_calls(PyObject* module) {
+void add_calls(PyObject* module) {
   using namespace jaxvec;
-  return PyModule_AddFunctions(module, functions) == 0 &&
-         PyModule_AddIntConstant(module, "FFI_VERSION", 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR) == 0 &&
-         add_handler(module, "FFI_CALL", jaxvec_ffi_call) &&
-         add_handler(module, "FFI_CUDA_CALL", jaxvec_ffi_cuda_call);
+  add_functions(module, {define<set_functions>("set_python"), define<call_packed>("call_packed"),
+                         define<prepare>("prepare_cuda"), define<use_driver>("use_cuda"),
+                         define<watch_signals>("watch_interrupts"), define<interrupts>("interrupts"),
+                         define<add_native_stack>("add_native_stack")});
+  check(PyModule_AddIntConstant(module, "FFI_VERSION", 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR) == 0);
+  add_handler(module, "FFI_CALL", jaxvec_ffi_call);
+  add_handler(module, "FFI_CUDA_CALL", jaxvec_ffi_cuda_call);
 }

@@ -80,16 +80,6 @@ void parent_notify_parent(ParentEnd& end) { notify_parent(end.parent.board); }
 
 void parent_close(ParentEnd& end) { end.marks.reset(); }
 
-PyMethodDef parent_methods[] = {
-    define<parent_send>("send"),
-    define<parent_notify_worker>("notify_worker"),
-    define<parent_wait>("wait"),
-    define<parent_mark_notices_seen>("mark_notices_seen"),
-    define<parent_notify_parent>("notify_parent"),
-    define<parent_close>("close"),
-    {nullptr, nullptr, 0, nullptr},
-};
-
 // --- `Worker`: a worker's end of the dispatch ---
 
 Ref make_worker(PyObject* marks, uint32_t index, uint32_t first, uint32_t stop, uint32_t notices,
@@ -123,16 +113,6 @@ void worker_mark_notice_seen(WorkerEnd& end) { ++end.worker.seen_notices; }
 void worker_notify_worker(WorkerEnd& end) { notify_worker(end.worker.board, end.worker.index); }
 
 void worker_notify_parent(WorkerEnd& end) { notify_parent(end.worker.board); }
-
-PyMethodDef worker_methods[] = {
-    define<worker_take>("take"),
-    define<worker_post>("post"),
-    define<worker_post_some>("post_some"),
-    define<worker_mark_notice_seen>("mark_notice_seen"),
-    define<worker_notify_worker>("notify_worker"),
-    define<worker_notify_parent>("notify_parent"),
-    {nullptr, nullptr, 0, nullptr},
-};
 
 // --- `Engine` ---
 
@@ -347,41 +327,32 @@ void engine_close(EngineObject& self) {
   self.results.clear();
 }
 
-PyMethodDef engine_methods[] = {
-    define<engine_enter>("enter"),
-    define<call<&Engine::leave>>("leave"),
-    define<engine_hold>("hold"),
-    define<engine_holds>("holds"),
-    define<call<&Engine::release>>("release"),
-    define<engine_move>("move"),
-    define<engine_check_handle>("check_handle"),
-    define<engine_check_envs>("check_envs"),
-    define<call<&Engine::wait_for_copies>>("wait_for_copies"),
-    define<engine_allow_gpu>("allow_gpu"),
-    define<engine_start_trace>("start_trace"),
-    define<engine_stop_trace>("stop_trace"),
-    define<engine_close>("close"),
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyMethodDef functions[] = {
-    define<make_parent>("parent"),
-    define<make_worker>("worker"),
-    define<request_short_slices>("request_short_slices"),
-    define<make_engine>("engine"),
-    {nullptr, nullptr, 0, nullptr},
-};
-
 }  // namespace
 
 Ref take_failure() { return Ref(std::exchange(failure, nullptr)); }
 
 }  // namespace jaxvec
 
-bool add_engine(PyObject* module) {
+void add_engine(PyObject* module) {
   using namespace jaxvec;
-  return make_type<ParentEnd>("jaxvec._native._ext.Parent", {Py_tp_methods, parent_methods}) &&
-         make_type<WorkerEnd>("jaxvec._native._ext.Worker", {Py_tp_methods, worker_methods}) &&
-         make_type<EngineObject>("jaxvec._native._ext.Engine", {Py_tp_methods, engine_methods}) &&
-         PyModule_AddFunctions(module, functions) == 0;
+  make_type<ParentEnd>("jaxvec._native._ext.Parent",
+                       {define<parent_send>("send"), define<parent_notify_worker>("notify_worker"),
+                        define<parent_wait>("wait"), define<parent_mark_notices_seen>("mark_notices_seen"),
+                        define<parent_notify_parent>("notify_parent"), define<parent_close>("close")});
+  make_type<WorkerEnd>(
+      "jaxvec._native._ext.Worker",
+      {define<worker_take>("take"), define<worker_post>("post"), define<worker_post_some>("post_some"),
+       define<worker_mark_notice_seen>("mark_notice_seen"), define<worker_notify_worker>("notify_worker"),
+       define<worker_notify_parent>("notify_parent")});
+  make_type<EngineObject>(
+      "jaxvec._native._ext.Engine",
+      {define<engine_enter>("enter"), define<call<&Engine::leave>>("leave"), define<engine_hold>("hold"),
+       define<engine_holds>("holds"), define<call<&Engine::release>>("release"), define<engine_move>("move"),
+       define<engine_check_handle>("check_handle"), define<engine_check_envs>("check_envs"),
+       define<call<&Engine::wait_for_copies>>("wait_for_copies"), define<engine_allow_gpu>("allow_gpu"),
+       define<engine_start_trace>("start_trace"), define<engine_stop_trace>("stop_trace"),
+       define<engine_close>("close")});
+  add_functions(module,
+                {define<make_parent>("parent"), define<make_worker>("worker"),
+                 define<request_short_slices>("request_short_slices"), define<make_engine>("engine")});
 }

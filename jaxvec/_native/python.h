@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <string_view>
@@ -185,14 +186,27 @@ void deallocate_owner(PyObject* object) {
   Py_DECREF(type);
 }
 
-// Creates the type of `Owner<T>` with its methods, or another slot; false if a Python error is set.
+// Returns the definitions with an end, for Python, which uses them for ever.
+inline PyMethodDef* keep(std::initializer_list<PyMethodDef> definitions) {
+  auto* const kept = new std::vector<PyMethodDef>(definitions);
+  kept->push_back({nullptr, nullptr, 0, nullptr});
+  return kept->data();
+}
+
+// Creates the type of `Owner<T>` with methods, and perhaps a function that calls an object.
 template <typename T>
-bool make_type(const char* name, PyType_Slot slot) {
-  PyType_Slot slots[] = {slot, {Py_tp_dealloc, reinterpret_cast<void*>(deallocate_owner<T>)}, {0, nullptr}};
+void make_type(const char* name, std::initializer_list<PyMethodDef> methods, ternaryfunc call = nullptr) {
+  std::vector<PyType_Slot> slots = {{Py_tp_dealloc, reinterpret_cast<void*>(deallocate_owner<T>)},
+                                    {Py_tp_methods, keep(methods)}};
+  if (call != nullptr) slots.push_back({Py_tp_call, reinterpret_cast<void*>(call)});
+  slots.push_back({0, nullptr});
   constexpr unsigned kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  PyType_Spec spec = {name, sizeof(Owner<T>), 0, kFlags, slots};
-  type_of<T> = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  return type_of<T> != nullptr;
+  PyType_Spec spec = {name, sizeof(Owner<T>), 0, kFlags, slots.data()};
+  type_of<T> = reinterpret_cast<PyTypeObject*>(own(PyType_FromSpec(&spec)).release());
+}
+
+inline void add_functions(PyObject* module, std::initializer_list<PyMethodDef> functions) {
+  check(PyModule_AddFunctions(module, keep(functions)) == 0);
 }
 
 // An argument of numbers, converted to a contiguous array of `T`. `data` is null for `None`.
@@ -317,8 +331,8 @@ PyMethodDef define(const char* name) {
   return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
 }
 
-// Each adds the functions of one file to the module; false if a Python error is set.
-bool add_engine(PyObject* module);
-bool add_calls(PyObject* module);
-bool add_stepper(PyObject* module);
-bool add_states(PyObject* module);
+// Each adds the functions of one file to the module.
+void add_engine(PyObject* module);
+void add_calls(PyObject* module);
+void add_stepper(PyObject* module);
+void add_states(PyObject* module);

@@ -2,7 +2,7 @@
 // last snapshot. `IncrementalSnapshot` in snapshots/snapshot.py documents these functions, and the walk in
 // Python handles all other cases: then functions that return a bool here return false.
 
-#include <algorithm>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -50,14 +50,16 @@ class Visited {
 
 Ref get(PyObject* object, Name& name) { return own(PyObject_GetAttr(object, name)); }
 
-void set(const Ref& object, Name& name, PyObject* value) {
-  check(PyObject_SetAttr(object.get(), name, value) == 0);
+void set(PyObject* object, Name& name, PyObject* value) { check(PyObject_SetAttr(object, name, value) == 0); }
+
+// Returns an object of a class with these slots, without calling `__init__`.
+Ref make_node(PyObject* cls, std::initializer_list<std::pair<Name&, PyObject*>> slots) {
+  Ref node = own(allocate(reinterpret_cast<PyTypeObject*>(cls)));
+  for (const auto& [name, value] : slots) set(node.get(), name, value);
+  return node;
 }
 
 PyObject* class_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
-
-// Returns an object of a class with slots, without calling `__init__`.
-Ref make_node(PyObject* cls) { return own(allocate(reinterpret_cast<PyTypeObject*>(cls))); }
 
 bool is_atom(PyObject* atoms, PyObject* value) { return is_true(PySet_Contains(atoms, class_of(value))); }
 
@@ -94,6 +96,7 @@ struct Fields {
   PyObject* atoms;   // dict of the attributes that are atoms
   PyObject* others;  // dict of the nodes of the other attributes
   PyObject* names;   // tuple of the names of all attributes
+  bool same = true;  // whether a layer is known to have these atoms already, see `can_restore_layer`
 };
 
 // Goes through the attributes in a `__dict__`, as long as they have the names of `Fields`, in their order.
@@ -190,15 +193,12 @@ Ref save_generator(PyObject* node, PyObject* value, const Nodes& nodes, Visited*
       !visited->add(sequence.get())) {
     return nullptr;
   }
-  const Ref saved = make_node(nodes.bits);
-  set(saved, class_name, class_of(bits.get()));
-  set(saved, state_name, get(bits.get(), state_name).get());
-  set(saved, sequence_name, sequence.get());
-  set(saved, num_spawned_name, get(sequence.get(), seeds_spawned_name).get());
-  Ref fresh = make_node(nodes.generator);
-  set(fresh, class_name, class_of(value));
-  set(fresh, bits_name, saved.get());
-  return fresh;
+  Ref state = get(bits.get(), state_name), num_spawned = get(sequence.get(), seeds_spawned_name);
+  const Ref saved = make_node(nodes.bits, {{class_name, class_of(bits.get())},
+                                           {state_name, state.get()},
+                                           {sequence_name, sequence.get()},
+                                           {num_spawned_name, num_spawned.get()}});
+  return make_node(nodes.generator, {{class_name, class_of(value)}, {bits_name, saved.get()}});
 }
 
 // Checks that a node is of a simple space without random numbers.
@@ -211,9 +211,7 @@ Ref save_value(PyObject* node, PyObject* value, const Nodes& nodes, Visited* vis
   PyObject* const cls = class_of(node);
   if (cls == nodes.array) {
     if (!is_plain_array(value) || !visited->add(value)) return nullptr;
-    Ref fresh = make_node(nodes.array);
-    set(fresh, array_name, copy_array(value).get());
-    return fresh;
+    return make_node(nodes.array, {{array_name, copy_array(value).get()}});
   }
   if (cls == nodes.generator) return save_generator(node, value, nodes, visited);
   if (cls == nodes.space) {
@@ -229,13 +227,6 @@ Ref save_value(PyObject* node, PyObject* value, const Nodes& nodes, Visited* vis
 void change(Ref* dict, PyObject* before, PyObject* name, PyObject* value) {
   if (dict->get() == before) *dict = own(PyDict_Copy(before));
   set_item(dict->get(), name, value);
-}
-
-// Checks that the layer at `index` still has its class and wraps the next one, as user code may change both.
-bool wraps_next(PyObject* layers, PyObject* classes, Py_ssize_t index) {
-  PyObject* const layer = PyList_GetItem(layers, index);
-  if (class_of(layer) != PyTuple_GetItem(classes, index)) return false;
-  return index + 1 == PyList_Size(layers) || get(layer, env_name).get() == PyList_GetItem(layers, index + 1);
 }
 
 // Returns the `Fields` of a layer; null if Python has to save it.
@@ -274,10 +265,14 @@ Nodes read_nodes(PyObject* tuple) {
   return nodes;
 }
 
-// The layers themselves may also be values of attributes, which a walk finds.
-bool add_layers(PyObject* layers, Visited* visited) {
-  for (Py_ssize_t i = 0; i < PyList_Size(layers); ++i) {
-    if (!visited->add(PyList_GetItem(layers, i))) return false;
+// Checks that each layer still has its class and wraps the next one, as user code may change both. Adds the
+// layers, which may also be values of attributes; a walk finds these.
+bool add_layers(PyObject* layers, PyObject* classes, Visited* visited) {
+  const Py_ssize_t count = PyList_Size(layers);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const layer = PyList_GetItem(layers, i);
+    if (class_of(layer) != PyTuple_GetItem(classes, i) || !visited->add(layer)) return false;
+    if (i + 1 < count && get(layer, env_name).get() != PyList_GetItem(layers, i + 1)) return false;
   }
   return true;
 }
@@ -304,20 +299,18 @@ void restore_value(PyObject* node, PyObject* held, PyObject* name, const Nodes& 
   if (is_value(nodes, node)) return set_item(held, name, node);
   if (cls == nodes.dict || cls == nodes.object) return;  // it has not changed
   const Ref old = share(find(held, name));
-  if (cls == nodes.space) return set(old, random_name, Py_None);
+  if (cls == nodes.space) return set(old.get(), random_name, Py_None);
   const Ref bits = get(old.get(), bit_generator_name), node_of_bits = get(node, bits_name);
   own(PyObject_CallMethodObjArgs(node_of_bits.get(), apply_name, bits.get(), nullptr));
 }
 
-// Checks that a layer has the attributes of these fields, and that `restore_layer` can restore all. Stores
-// whether the atoms are already identical.
-bool can_restore_layer(PyObject* held, const Fields& fields, const Nodes& nodes, Visited* visited,
-                       bool* same) {
+// Checks that a layer has the attributes of these fields, and that `restore_layer` can restore all.
+bool can_restore_layer(PyObject* held, Fields& fields, const Nodes& nodes, Visited* visited) {
   PyObject *name, *old;
   Attributes attributes(held, fields.names);
   while (attributes.next(&name, &old)) {
     if (PyObject* const atom = find(fields.atoms, name)) {
-      *same &= old == atom;
+      fields.same &= old == atom;
       continue;
     }
     PyObject* const node = find(fields.others, name);
@@ -328,8 +321,8 @@ bool can_restore_layer(PyObject* held, const Fields& fields, const Nodes& nodes,
   return attributes.end();
 }
 
-void restore_layer(PyObject* held, const Fields& fields, const Nodes& nodes, bool same) {
-  if (!same) check(PyDict_Update(held, fields.atoms) == 0);
+void restore_layer(PyObject* held, const Fields& fields, const Nodes& nodes) {
+  if (!fields.same) check(PyDict_Update(held, fields.atoms) == 0);
   PyObject *name, *node;
   Py_ssize_t place = 0;
   while (PyDict_Next(fields.others, &place, &name, &node) != 0) restore_value(node, held, name, nodes);
@@ -340,9 +333,8 @@ Ref save_changes(PyObject* layers, PyObject* classes, PyObject* before, PyObject
   const Py_ssize_t count = PyList_Size(layers);
   Ref all = own(PyList_New(count));
   Visited visited;
-  if (!add_layers(layers, &visited)) return share(Py_None);
+  if (!add_layers(layers, classes, &visited)) return share(Py_None);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!wraps_next(layers, classes, i)) return share(Py_None);
     Ref saved = save_layer(PyList_GetItem(layers, i), PyList_GetItem(before, i), nodes, &visited);
     if (!saved) return share(Py_None);
     PyList_SetItem(all.get(), i, saved.release());
@@ -353,25 +345,14 @@ Ref save_changes(PyObject* layers, PyObject* classes, PyObject* before, PyObject
 // Checks all layers before it changes any, so a fallback has changed nothing.
 bool restore_changes(PyObject* layers, PyObject* classes, PyObject* snapshot, PyObject* node_classes) {
   const Nodes nodes = read_nodes(node_classes);
-  struct Target {
-    Ref held;
-    Fields fields;
-    bool same = true;
-  };
-  std::vector<Target> targets;
+  std::vector<std::pair<Ref, Fields>> targets;
   Visited visited;
-  if (!add_layers(layers, &visited)) return false;
+  if (!add_layers(layers, classes, &visited)) return false;
   for (Py_ssize_t i = 0; i < PyList_Size(layers); ++i) {
-    Target target{get(PyList_GetItem(layers, i), dict_name), Fields(PyList_GetItem(snapshot, i))};
-    if (!wraps_next(layers, classes, i) ||
-        !can_restore_layer(target.held.get(), target.fields, nodes, &visited, &target.same)) {
-      return false;
-    }
-    targets.push_back(std::move(target));
+    targets.emplace_back(get(PyList_GetItem(layers, i), dict_name), PyList_GetItem(snapshot, i));
+    if (!can_restore_layer(targets.back().first.get(), targets.back().second, nodes, &visited)) return false;
   }
-  for (const Target& target : targets) {
-    restore_layer(target.held.get(), target.fields, nodes, target.same);
-  }
+  for (const auto& [held, fields] : targets) restore_layer(held.get(), fields, nodes);
   return true;
 }
 
@@ -438,13 +419,9 @@ Ref plain_identity(PyObject* container, PyObject* atoms, PyObject* known) {
   return is_tree ? own(PyTuple_Pack(2, hash.get(), ids.get())) : share(Py_None);
 }
 
-PyMethodDef functions[] = {
-    define<plain_identity>("plain_identity"),
-    define<restore_changes>("restore_changes"),
-    define<save_changes>("save_changes"),
-    {nullptr, nullptr, 0, nullptr},
-};
-
 }  // namespace
 
-bool add_states(PyObject* module) { return PyModule_AddFunctions(module, functions) == 0; }
+void add_states(PyObject* module) {
+  add_functions(module, {define<plain_identity>("plain_identity"), define<restore_changes>("restore_changes"),
+                         define<save_changes>("save_changes")});
+}

@@ -364,22 +364,11 @@ Ref make_stepper(PyObject* arguments) {
   return object;
 }
 
-PyMethodDef stepper_methods[] = {
-    define<run>("run"),
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyMethodDef functions[] = {
-    define<leaf_writer>("leaf_writer"),
-    define<nested_writer>("nested_writer"),
-    define<make_stepper>("stepper"),
-    {nullptr, nullptr, 0, nullptr},
-};
 }  // namespace
 
-bool add_stepper(PyObject* module) {
-  const PyType_Slot call{Py_tp_call, reinterpret_cast<void*>(writer_call)};
-  return make_type<Writer>("jaxvec._native._ext.Writer", call) &&
-         make_type<Stepper>("jaxvec._native._ext.Stepper", {Py_tp_methods, stepper_methods}) &&
-         PyModule_AddFunctions(module, functions) == 0;
+void add_stepper(PyObject* module) {
+  make_type<Writer>("jaxvec._native._ext.Writer", {}, writer_call);
+  make_type<Stepper>("jaxvec._native._ext.Stepper", {define<run>("run")});
+  add_functions(module, {define<leaf_writer>("leaf_writer"), define<nested_writer>("nested_writer"),
+                         define<make_stepper>("stepper")});
 }

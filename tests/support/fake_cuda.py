@@ -38,10 +38,15 @@ def pointer(capsule) -> ctypes.c_void_p:
 
 
 class Driver:
-    """The control of the fake driver by tests."""
+    """The control of the fake driver by tests.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+        handler: Library that calls the handler for CUDA.
+    """
+
+    def __init__(self, path: Path, handler: ctypes.CDLL) -> None:
         self.path = path
+        self.handler = handler
         self.kept: list[object] = []  # memory of the delayed copies
         self._library = ctypes.CDLL(str(path))
         self.flush = self._library.fake_flush
@@ -92,6 +97,34 @@ class Driver:
         self.context = before
 
 
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dims", ctypes.c_void_p),
+        ("rank", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+    )
+
+
+class _Bytes(ctypes.Structure):
+    _fields_ = ("data", ctypes.c_char_p), ("size", ctypes.c_size_t)
+
+
+# The numbers of `XLA_FFI_DataType`.
+_DTYPES = dict(zip("?bhilBHIL", range(1, 10), strict=True)) | {"e": 10, "f": 11, "d": 12, "F": 15, "D": 18}
+_BFLOAT16 = 16
+
+
+def _describe(arrays) -> tuple[ctypes.Array, list[np.ndarray]]:
+    """Returns descriptions of arrays, and the memory to which they refer."""
+    shapes = [np.array(array.shape, np.int64) for array in arrays]
+    buffers = [
+        _Buffer(array.ctypes.data, shape.ctypes.data, array.ndim, _DTYPES.get(array.dtype.char, _BFLOAT16))
+        for array, shape in zip(arrays, shapes, strict=True)
+    ]
+    return (_Buffer * len(arrays))(*buffers), shapes
+
+
 class CallError(Exception):
     """An error that the handler returned to XLA."""
 
@@ -140,11 +173,24 @@ class Gpu:
         results = packing.views(arrays)
         self.driver.kept.append((operands, arrays))
         extra = pickle.dumps((extra, arguments, ()))
-        error = _native.load().call_cuda(
-            self.stream, verb, fresh, extra, spec.fingerprint, operands, results, arrays[:1]
+        buffers, _shapes = _describe([*operands, *arrays])
+        layout = packing.layout.tobytes()
+        text = ctypes.create_string_buffer(1 << 16)
+        self.driver.handler.call_on(
+            ctypes.c_void_p(self.stream),
+            ctypes.c_uint32(verb),
+            ctypes.c_bool(fresh),
+            ctypes.c_int64(spec.fingerprint),
+            _Bytes(extra, len(extra)),
+            _Bytes(layout, len(layout)),
+            buffers,
+            ctypes.c_int64(len(operands)),
+            ctypes.c_int64(len(arrays)),
+            text,
+            ctypes.c_size_t(len(text)),
         )
-        if error:
-            raise CallError(error)
+        if text.value:
+            raise CallError(text.value.decode(errors="replace"))
         return results[0], results[1:]
 
     def wait(self) -> None:
@@ -154,7 +200,11 @@ class Gpu:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Driver:
-    return Driver(build(tmp_path_factory.mktemp("driver"), "fake_cuda"))
+    folder = tmp_path_factory.mktemp("driver")
+    handler = ctypes.CDLL(str(build(folder, "cpu_as_cuda", "-isystem", jax.ffi.include_dir())))
+    driver = Driver(build(folder, "fake_cuda"), handler)
+    handler.prepare(pointer(_native.load().FFI_CUDA_CALL), driver.flush)
+    return driver
 
 
 @pytest.fixture
@@ -176,12 +226,8 @@ _XLA_TARGET = "jaxvec_test_cuda_call"
 
 
 @pytest.fixture(scope="session")
-def _registered(built, tmp_path_factory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("cpu_as_cuda")
-    shim = ctypes.CDLL(str(build(folder, "cpu_as_cuda", "-isystem", jax.ffi.include_dir())))
-    shim.prepare(pointer(_native.load().FFI_CUDA_CALL), built.flush)
-    jax.ffi.register_ffi_target(_XLA_TARGET, jax.ffi.pycapsule(shim.call), platform="cpu")
-    return shim
+def _registered(built) -> None:
+    jax.ffi.register_ffi_target(_XLA_TARGET, jax.ffi.pycapsule(built.handler.call), platform="cpu")
 
 
 @pytest.fixture
