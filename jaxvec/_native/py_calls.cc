@@ -10,7 +10,6 @@
 #include "ffi.h"
 #include "interrupts.h"
 #include "py_types.h"
-#include "stacks.h"
 
 namespace jaxvec {
 namespace {
@@ -144,8 +143,7 @@ void add_calls(PyObject* module) {
   using namespace jaxvec;
   add_functions(module, {define<set_functions>("set_python"), define<call_packed>("call_packed"),
                          define<prepare>("prepare_cuda"), define<use_driver>("use_cuda"),
-                         define<watch_signals>("watch_interrupts"), define<interrupts>("interrupts"),
-                         define<add_native_stack>("add_native_stack")});
+                         define<watch_signals>("watch_interrupts"), define<interrupts>("interrupts")});
   check(PyModule_AddIntConstant(module, "FFI_VERSION", 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR) == 0);
   add_handler(module, "FFI_CALL", jaxvec_ffi_call);
   add_handler(module, "FFI_CUDA_CALL", jaxvec_ffi_cuda_call);

@@ -2,9 +2,9 @@
 
 A worker lets `faulthandler` write its stack into unnamed memory when it gets one of two real-time signals,
 which envs rarely use. Any process of the user can send the signal, and read the memory through /proc. After
-`DUMP`, to which stacks.cc adds the native stack, the worker continues, and Python repeats an interrupted
-system call. `DUMP_AND_END` also ends it, so that no env continues that is about to be replaced. The kernel
-delivers the signals to the main thread, which runs the envs, unless it blocks them.
+`DUMP`, the worker continues, and Python repeats an interrupted system call. `DUMP_AND_END` also ends it, so
+that no env continues that is about to be replaced. The kernel delivers the signals to the main thread, which
+runs the envs, unless it blocks them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from jaxvec import _native
 from jaxvec._memory.segment import create_memory
 from jaxvec._stats import family_of
 
 _IS_SUPPORTED = sys.platform == "linux"
 DUMP, DUMP_AND_END = (signal.SIGRTMAX - n if _IS_SUPPORTED else 0 for n in (8, 9))
 # The name of the memory for a stack, with its numbers, as /proc shows it.
-_NAME = re.compile(r"/(?:memfd:|dev/shm/)jaxvec stack (\d+) (\d+) (\d+) ([01])\b")
+_NAME = re.compile(r"/(?:memfd:|dev/shm/)jaxvec stack (\d+) (\d+) (\d+)\b")
 _TIMEOUT = 0.5  # seconds for a dump; a stopped process makes none
-_POLL_INTERVAL = 0.01  # seconds; a dump without a native stack is complete if it does not grow for as long
-_END = "\0"
+_POLL_INTERVAL = 0.01  # seconds; a dump is complete if it does not grow for as long
 _CURRENT = "Current thread"
 
 
@@ -40,11 +38,9 @@ def publish(worker: int, first: int, last: int) -> None:
     """Prepares this process, a worker with the envs `first` to `last`, for the signals."""
     if _IS_SUPPORTED:
         # The process keeps the descriptor.
-        memory = create_memory(f"jaxvec stack {worker} {first} {last} {_native.ext is not None:d}")
+        memory = create_memory(f"jaxvec stack {worker} {first} {last}")
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(DUMP, memory)
-        if _native.ext is not None:
-            _native.ext.add_native_stack(DUMP, memory)
         faulthandler.register(DUMP_AND_END, memory, chain=True)  # the default action ends the process
 
 
@@ -56,7 +52,6 @@ class Published:
     worker: int
     first: int
     last: int
-    has_native: bool  # whether `DUMP` also writes a native stack, and `_END`
     memory: str  # path of its stack's memory
 
     def send(self, number: int) -> int:
@@ -71,7 +66,6 @@ class Published:
 
     def request_stack(self, number: int = DUMP) -> Callable[[], str]:
         """Sends the signal. Returns a function that waits for the stack, and returns "" if there is none."""
-        has_end = self.has_native and number == DUMP
         try:
             memory = self.send(number)
         except OSError:
@@ -85,9 +79,9 @@ class Published:
                 time.sleep(_POLL_INTERVAL)
                 previous = text
                 text = os.pread(memory, 1 << 20, 0).decode(errors="replace")
-                is_complete = _END in text if has_end else _CURRENT in text and text == previous
+                is_complete = _CURRENT in text and text == previous
             os.close(memory)
-            return text.rstrip(_END)
+            return text
 
         return read
 
@@ -100,8 +94,8 @@ def find_all(program: int) -> Iterator[Published]:
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 if (name := _NAME.match(os.readlink(link))) and (inode := link.stat().st_ino) not in seen:
                     seen.add(inode)
-                    worker, first, last, has_native = map(int, name.groups())
-                    yield Published(pid, worker, first, last, bool(has_native), str(link))
+                    worker, first, last = map(int, name.groups())
+                    yield Published(pid, worker, first, last, str(link))
 
 
 def request_stack(pid: int | None, *, end: bool) -> Callable[[], str]:

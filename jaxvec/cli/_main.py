@@ -371,9 +371,8 @@ _STACK = Command(
     name="stack",
     summary="show where the workers of a running program are in their code",
     details="""\
-The command also shows workers that hang, with the native stack if the native library is there. It interrupts
-a worker by a real-time signal, so C code may see EINTR; the worker then continues. The exit code is 1 if a
-worker does not answer.
+The command also shows workers that hang, in Python or in C code. It interrupts a worker by a real-time
+signal, so C code may see EINTR; the worker then continues. The exit code is 1 if a worker does not answer.
 
 --json prints {"schema": "jaxvec.stack/1", "pid": PID, "workers": [{…}]}; each worker has a "pid", a "worker"
 index, its first and last "envs", and a "stack".

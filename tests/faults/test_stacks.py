@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import time
 import pytest
 from support import probe
 from support.disasters import PATIENCE, wait_until
-from support.probe import _main, _native, stacks
+from support.probe import _main, stacks
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -98,39 +97,6 @@ def test_stack_command_shows_a_hanging_env_that_continues(make, tmp_path, capfd)
     assert capfd.readouterr().out.count("in look_for") == 2
     (tmp_path / "go").touch()
     assert envs.recv().reward.tolist() == [1.0] * 4
-
-
-@pytest.mark.skipif(_native.ext is None, reason="native stacks need the native library")
-def test_stack_command_shows_the_c_function_that_hangs(make, tmp_path, capfd):
-    os.mkfifo(pipe := tmp_path / "pipe")
-
-    class ReadingEnv(CountingEnv):
-        def step(self, action):
-            self.descriptor = os.open(pipe, os.O_RDWR)
-            self.read = ctypes.CDLL(None).read
-            self.byte = ctypes.create_string_buffer(1)
-            self.wait_in_c()
-            return super().step(action)
-
-        def wait_in_c(self):
-            self.read(self.descriptor, self.byte, 1)
-
-    envs = make(ReadingEnv, 1)
-    envs.reset(seed=0)
-    envs.send([0])
-
-    def stack():
-        assert _main.main(["stack", str(os.getpid())]) == 0
-        return capfd.readouterr().out.partition(
-            "Native stack of the current thread (most recent call first):\n"
-        )
-
-    wait_until(lambda: "(read+0x" in stack()[2])
-    python, _, native = stack()
-    assert "in wait_in_c" in python
-    assert "\0" not in native
-    pipe.write_bytes(b"!")
-    assert envs.recv().reward.tolist() == [1.0]
 
 
 def test_stack_command_reports_what_it_cannot_find(make, capfd):
