@@ -49,6 +49,10 @@ class Channel:
         """Returns a descriptor that is readable if `receive` would not wait."""
         return self._socket.fileno()
 
+    def leave_open(self) -> None:
+        """Gives the socket up without closing it: it stays open until the process has ended."""
+        self._socket.detach()
+
     def wake(self) -> None:
         """Sends a wake byte. A dead peer is no error here, because `receive` reports it."""
         with suppress(BrokenPipeError, ConnectionResetError), self.sending:

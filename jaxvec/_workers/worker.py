@@ -7,6 +7,7 @@ socket.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import signal
@@ -79,14 +80,11 @@ def main(lifeline: int, control: int) -> None:
     run_worker(adopt_channel(control))
 
 
-# The control socket stays open until this process has ended: the parent takes end of file as the end of the
-# worker, which may still have threads and functions of `atexit` to run.
-_open_until_exit: list[Channel] = []
-
-
 def run_worker(channel: Channel) -> None:
     """Builds the envs and serves until the end of the control socket."""
-    _open_until_exit.append(channel)
+    # The parent takes end of file as the end of the worker, which may still have threads and functions of
+    # `atexit` to run: this function runs last, and lets the interpreter end without a ResourceWarning.
+    atexit.register(channel.leave_open)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for the processes of envs, as in the fork server
     watch_forks()

@@ -94,6 +94,7 @@ def test_worker_with_one_env_is_named_once(make, log):
     assert log(envs, logging.INFO) == ["worker 0 (env 0): hello"]
 
 
+@pytest.mark.filterwarnings("default:too slow")
 def test_stderr_and_warnings_are_logged_as_warnings(make, log):
     envs = step(make, ERROR)
     envs.step([WARN, 0, 0, 0])

@@ -669,6 +669,7 @@ class Exits(gymnasium.Env):
         return 0, 0.0, False, False, {}
 
 
+@pytest.mark.filterwarnings("default:the states of env 0")
 def test_an_env_that_ends_its_process_is_used_with_a_warning(make, capfd):
     envs = make(Exits, 2, num_workers=1, states=20)
     envs.reset(seed=0)
