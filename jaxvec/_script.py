@@ -73,10 +73,11 @@ def dumps_with_main(value: Any, large: list[pickle.PickleBuffer] | None = None) 
                 hints[name] = _dump(vars(main)[name], main, in_hints)
             except Exception:  # few envs evaluate annotations, so this may stop none
                 hints[name] = b""
-    attributes = {name: vars(main).get(name) for name in ("__name__", "__doc__", "__package__")}
+    copied = ("__name__", "__doc__", "__package__", "__file__")
+    attributes = {name: vars(main)[name] for name in copied if name in vars(main)}
     spec = getattr(main, "__spec__", None)
-    file = getattr(main, "__file__", None)
-    loader = _Loader(attributes, spec and spec.name, file, _has_guard(file), hints, pickled, large or ())
+    guarded = _has_guard(getattr(main, "__file__", None))
+    loader = _Loader(attributes, spec and spec.name, guarded, hints, pickled, large or ())
     return pickle.dumps(loader, 5, buffer_callback=lambda _: False)
 
 
@@ -179,7 +180,6 @@ class _Loader:
 def _load(
     attributes: dict[str, Any],
     spec: str | None,
-    file: str | None,
     guarded: bool,
     hints: dict[str, bytes],
     pickled: bytes,
@@ -189,8 +189,6 @@ def _load(
     if not isinstance(main, _MainModule):
         main = (_MainModule if guarded else _Unguarded)("__main__")
         vars(main).update(attributes)
-        if file is not None:
-            vars(main)["__file__"] = file
         if spec is not None and guarded:
             main.__spec__ = ModuleSpec(spec, None)
         # The second name is that of classes of the script in processes of `multiprocessing`.

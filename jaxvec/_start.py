@@ -173,10 +173,8 @@ def _choose_backend(backend: Any) -> Backend:
 
 
 def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
-    batch_size = config.batch_size
-    if batch_size is None:
-        return num_envs
-    batch_size = check_count("batch_size", batch_size, 1, num_envs)
+    chosen = config.batch_size
+    batch_size = num_envs if chosen is None else check_count("batch_size", chosen, 1, num_envs)
     if batch_size < num_envs and config.envs_per_instance is not None:
         raise ValueError(
             f"batch_size {batch_size} is below num_envs ({num_envs}), but batched envs step all at once; "

@@ -350,11 +350,10 @@ def merge(spaces: EnvSpaces, others: EnvSpaces, env_id: int, *, equal: bool) -> 
         expected = getattr(spaces, name)
         actual = getattr(others, name)
         exact = equal or name == "action"
-        if expected is actual:  # a class attribute; comparing large boxes is slow
-            merged[name] = expected
-            continue
-        merged[name] = union(expected, actual) if not exact else expected if expected == actual else None
-        if merged[name] is None:
+        # Often both are one class attribute; comparing large boxes is slow.
+        are_equal = expected is actual or expected == actual
+        merged[name] = expected if are_equal else None if exact else union(expected, actual)
+        if merged[name] is None and not are_equal:
             return (
                 f"env {env_id} has {name} space {actual}, but the envs before it have {expected}; all envs "
                 f"of a pool need {name} spaces of the same {'bounds, ' if exact else ''}shapes and dtypes"

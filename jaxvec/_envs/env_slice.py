@@ -176,7 +176,6 @@ class EnvSlice(Slice):
             except BaseException as error:
                 failure = EnvFailure(slot, "reset")
                 failure.completed = slots[:place].tolist()
-                failure.__cause__ = error
                 raise failure from error
         self.running[0] = 0
 

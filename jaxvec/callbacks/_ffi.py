@@ -30,7 +30,6 @@ from jaxvec._native.interrupts import raise_since
 from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks import _call
-from jaxvec.callbacks._call import Call
 from jaxvec.callbacks._handle import pool_id_of
 from jaxvec.callbacks._packing import Packing
 
@@ -39,7 +38,7 @@ _TARGET = "jaxvec_call"
 _PACKED = ("cuda",)  # platforms where the handler returns packed results
 
 
-def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax.Array]:
+def call(call: _call.Call, *operands: jax.Array, platform: str | None) -> Sequence[jax.Array]:
     """Adds a call to the program that is being traced; returns the results that the program reads."""
     reason = reason_unavailable()
     if reason is not None:
@@ -62,7 +61,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
     return call.read(packing.split(bound(*operands, **attributes, layout=packing.layout)))
 
 
-def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies: int) -> None:
+def prepare(call: _call.Call, operands: Sequence[Any], *, platform: str | None, copies: int) -> None:
     """Page-locks, at lowering, the memory that a call needs on GPUs.
 
     `copies` is the number of devices that each run the whole program. During the call, page-locking could
@@ -165,7 +164,7 @@ def _serve(
             pool.state.errors_late = True
             pool.pin()
         unread = frozenset(i for i, result in enumerate(results) if not len(result))
-        call = Call(VERBS[verb], pool.spec, "ffi", fresh, *pickle.loads(extra), unread=unread)
+        call = _call.Call(VERBS[verb], pool.spec, "ffi", fresh, *pickle.loads(extra), unread=unread)
         _check_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _check_types(results, call.results(len(token)))
         interrupt = partial(raise_since, interrupts)
