@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxvec import testing as testing
     from jaxvec._backends.ray.rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
-    from jaxvec._workers.backend import Backend
+    from jaxvec._workers.base import Backend
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._handle import Handle
     from jaxvec.callbacks._make import make
@@ -76,7 +76,7 @@ _MODULES = (
 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
-    "Backend": "_workers.backend",
+    "Backend": "_workers.base",
     "Handle": "callbacks._handle",
     "Rollout": "_backends.ray.rollouts",
     "Rollouts": "_backends.ray.rollouts",

@@ -24,7 +24,7 @@ from jaxvec._pool.pool import Pool
 from jaxvec._settings import check_count
 from jaxvec._spec import Autoreset, learn, make_spec
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers.backend import Backend
+from jaxvec._workers.base import Backend
 from jaxvec._workers.interpreter import Interpreter
 from jaxvec._workers.process import LocalProcesses
 from jaxvec._workers.protocol import WorkerRecipe

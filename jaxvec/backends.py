@@ -6,8 +6,7 @@ them; `LocalLauncher` does so on this machine. A backend without such processes 
 
 from __future__ import annotations
 
-from jaxvec._workers.backend import Backend
-from jaxvec._workers.base import Launcher, Process, WorkerGroup
+from jaxvec._workers.base import Backend, Launcher, Process, WorkerGroup
 from jaxvec._workers.process import LocalLauncher, ProcessWorkers
 from jaxvec._workers.protocol import WorkerRecipe
 

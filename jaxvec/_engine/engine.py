@@ -154,8 +154,7 @@ _NO_SLOTS: NDArray[np.int_] = np.zeros(0, np.int_)  # for a caller that only has
 class Engine(ABC):
     """Moves the envs of a pool, for one thread at a time."""
 
-    last_caller: int  # `Move.caller_code` of the latest move
-    num_served: int  # successful calls of compiled programs, modulo 2**32
+    last_caller: int = 0  # `Move.caller_code` of the latest move
     done_at_once: bool = False  # `dispatch` steps the envs in this thread
 
     def __init__(self, config: EngineConfig) -> None:
@@ -163,6 +162,7 @@ class Engine(ABC):
         self._pending_envs = config.pending_envs
         # Moves of each env so far, `[num_envs]`; a fresh handle has equal numbers.
         self.generation: NDArray[np.uint32] = np.zeros(len(self._pending_envs.needs_reset), np.uint32)
+        self._num_served_here = 0  # successful calls of compiled programs that came through Python
         self._fast_path_closed = False
         self._process = os.getpid()  # a fork must not move envs
         self.recorder: SpanRecorder | None = None  # for Python's spans, while the pool is traced
@@ -315,9 +315,14 @@ class Engine(ABC):
 
     # --- Checks and handles. The caller is inside. ---------------------------------------------------------
 
-    @abstractmethod
+    @property
+    def num_served(self) -> int:
+        """Number of successful calls of compiled programs, modulo 2**32."""
+        return self._num_served_here % 2**32
+
     def count_success(self) -> None:
-        """Counts a call of a program that succeeded."""
+        """Counts a call of a program that came through Python and succeeded."""
+        self._num_served_here += 1
 
     @abstractmethod
     def check_handle(self, move: Move) -> Status:
@@ -379,9 +384,6 @@ class _Hold:
 class PyEngine(Engine):
     """The engine of a pool with the portable dispatch, or with leaves that are Python objects."""
 
-    last_caller = 0
-    num_served = 0
-
     def __init__(self, config: EngineConfig, *, done_at_once: bool = False) -> None:
         super().__init__(config)
         self.done_at_once = done_at_once
@@ -425,9 +427,6 @@ class PyEngine(Engine):
         with self._lock:
             self._holds = [hold for hold in self._holds if hold.thread != threading.get_ident()]
             self._changed.notify_all()
-
-    def count_success(self) -> None:
-        self.num_served = (self.num_served + 1) % 2**32
 
     def check_handle(self, move: Move) -> Status:
         status = self._check_ids(move.slots)

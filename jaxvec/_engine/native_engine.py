@@ -57,7 +57,6 @@ class CEngine(Engine):
         pending_envs = config.pending_envs
         terminated, truncated = config.views.over if config.ends_need_reset else (None, None)
         timeout_ns = FOREVER_NS if config.timeout is None else int(config.timeout * 1e9)
-        self._num_served_here = 0
         self._native, state = load().engine(
             {
                 "pool_id": config.pool_id,
@@ -95,7 +94,7 @@ class CEngine(Engine):
         self._state[_LAST_CALLER] = code
 
     @property
-    def num_served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def num_served(self) -> int:
         return (self._state[_NUM_SERVED] + self._num_served_here) % 2**32
 
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
@@ -150,9 +149,6 @@ class CEngine(Engine):
 
     def release(self) -> None:
         self._native.release()
-
-    def count_success(self) -> None:
-        self._num_served_here += 1
 
     def wait_for_copies(self) -> None:
         self._native.wait_for_copies()

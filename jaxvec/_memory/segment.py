@@ -140,7 +140,10 @@ def make_layout(spec: PoolSpec, num_workers: int, *, extended: Iterable[ArrayTyp
     return Layout(tuple(fields), max(offset, ALIGNMENT), present, spec.num_envs, objects)
 
 
-def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[int, int], ...]:
+Slices: TypeAlias = tuple[tuple[int, int], ...]  # `(first, stop)` of each worker's envs
+
+
+def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> Slices:
     """Splits `range(num_envs)` into `num_workers` ranges with lengths that are multiples of `size`."""
     cuts = [size * (num_envs // size * worker // num_workers) for worker in range(num_workers + 1)]
     return tuple(pairwise(cuts))

@@ -1,8 +1,8 @@
 """Interfaces of the workers of a pool and of their launchers.
 
 A pool uses a `WorkerGroup`: `ProcessWorkers` (process.py) or `SerialWorkers` (serial.py). The former starts
-its workers by a `Launcher` (fork.py, spawn.py). A `Backend` (backend.py) makes
-the group.
+its workers by a `Launcher` (fork.py, spawn.py). A `Backend` makes the group: it is the door for other places
+where workers run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from jaxvec._envs.constructors import Description
 from jaxvec._envs.slice import Arguments, EnvSettings
 from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout
-from jaxvec._options import LimitName, Timeouts
+from jaxvec._options import LimitName, PoolConfig, Timeouts
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats
 from jaxvec._tracing import Trace
+from jaxvec._workers.protocol import WorkerRecipe
 
 # --- Processes and launchers -----------------------------------------------------------------------------
-
-Slices: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Process(ABC):
@@ -220,3 +219,48 @@ class WorkerGroup(ABC):
 
     def kill(self) -> None:  # noqa: B027 - a default
         """Kills worker processes at once, so that waits for them raise. Any thread may call it."""
+
+
+# --- Backends --------------------------------------------------------------------------------------------
+
+
+class Backend(ABC):
+    """A place where the workers of a pool run, for `make(backend=...)`.
+
+    `make` calls `check`, then `num_workers` unless the user gave a number, and then `start`. An instance may
+    serve several pools. Backends with worker processes start a `ProcessWorkers` with a `Launcher` of their
+    own, which is all that differs between them.
+
+    Example:
+        ```python
+        from jaxvec.backends import LocalLauncher, ProcessWorkers
+
+        class TwoProcesses(jaxvec.Backend):
+            def num_workers(self, num_instances, timeout):
+                return min(num_instances, 2)
+
+            def start(self, recipe, *, learn_info):
+                return ProcessWorkers(recipe, LocalLauncher(recipe), learn_info=learn_info)
+
+        with jaxvec.make("CartPole-v1", 4, backend=TwoProcesses()) as envs:
+            print(envs.num_workers)  # 2
+        ```
+    """
+
+    def check(self, config: PoolConfig) -> None:  # noqa: B027 - a default
+        """Raises `ValueError` for an option that this backend does not support."""
+
+    @abstractmethod
+    def num_workers(self, num_instances: int, timeout: float | None) -> int:
+        """Returns the number of workers for a pool of that many envs, or batched envs.
+
+        Raises:
+            TimeoutError: The place was not known within `timeout` seconds.
+        """
+
+    @abstractmethod
+    def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
+        """Starts the workers, and waits until they have built their envs.
+
+        With `learn_info`, the description of the envs contains an info of env 0.
+        """

@@ -16,9 +16,9 @@ from jaxvec._errors import (
     WorkerDiedError,
 )
 from jaxvec._memory.rows import reader
-from jaxvec._memory.segment import Arrays, Marks
+from jaxvec._memory.segment import Arrays, Marks, Slices
 from jaxvec._workers import stacks
-from jaxvec._workers.base import Process, Slices, WaitLimits
+from jaxvec._workers.base import Process, WaitLimits
 
 _MAX_STACKS = 4  # of late workers in an error message
 

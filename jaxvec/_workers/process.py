@@ -32,8 +32,8 @@ from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Loss, Trace
 from jaxvec._util import logger, usable_cores
 from jaxvec._workers import fork
-from jaxvec._workers.backend import Backend
 from jaxvec._workers.base import (
+    Backend,
     Check,
     Launcher,
     Process,

@@ -29,11 +29,10 @@ from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import MethodName, SlotSettings
 from jaxvec._leaves import KeyPath
 from jaxvec._memory.large_buffers import BufferPlace, LargeBuffers
-from jaxvec._memory.segment import Layout
+from jaxvec._memory.segment import Layout, Slices
 from jaxvec._options import PoolConfig
 from jaxvec._script import dumps_for_worker, dumps_with_main
 from jaxvec._spec import PoolSpec
-from jaxvec._workers.base import Slices
 from jaxvec._workers.interpreter import Interpreter
 
 

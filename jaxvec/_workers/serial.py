@@ -34,8 +34,7 @@ from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._options import LimitName, PoolConfig, reject
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Trace
-from jaxvec._workers.backend import Backend
-from jaxvec._workers.base import Check, WaitLimits, WorkerGroup
+from jaxvec._workers.base import Backend, Check, WaitLimits, WorkerGroup
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.diagnosis import take_losses
 from jaxvec._workers.protocol import WorkerRecipe
@@ -143,7 +142,6 @@ class SerialWorkers(WorkerGroup):
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = private_segment(layout)
-        self._num_envs = spec.num_envs
         self._requested = Marks.of(arrays).requested
         slices = ((0, spec.num_envs),)
         end = parent_end(self._dispatch, Marks.of(arrays), slices=slices, channels=(), spin_ns=0)
@@ -193,7 +191,7 @@ class SerialWorkers(WorkerGroup):
         limit: LimitName = "step",
         check: Check = lambda: None,
     ) -> list[Any]:
-        arguments_here = arguments(0, self._num_envs)
+        arguments_here = arguments(0, len(self._requested))
         if arguments_here is None:
             return [None]
         try:

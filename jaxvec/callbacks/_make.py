@@ -34,7 +34,7 @@ from jaxvec._options import (
 from jaxvec._start import choose_interpreter, start
 from jaxvec._util import add_note
 from jaxvec._vector_env import VectorEnv, pool_of
-from jaxvec._workers.backend import Backend
+from jaxvec._workers.base import Backend
 from jaxvec.callbacks import _effects, _primitive
 
 
