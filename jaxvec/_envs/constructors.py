@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -43,6 +44,7 @@ from jaxvec._envs.envs import (
     declares,
     layers_of,
 )
+from jaxvec._envs.module_values import ModuleValues
 from jaxvec._envs.slice import Slice
 from jaxvec._leaves import union
 from jaxvec._memory.large_buffers import map_again
@@ -134,6 +136,33 @@ def load_from_main(spec: EnvSpec) -> EnvSpec:
     if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
         return dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
     return spec
+
+
+def specs_named(env_fns: Iterable[EnvFn], pickled: bytes) -> list[EnvSpec]:
+    """Returns the registered specs whose ids are in constructors, or in what was pickled with them.
+
+    A script may have registered or changed them, and workers know them only as their packages register them.
+    """
+    functions = [env_fn.args[0] if isinstance(env_fn, partial) else env_fn for env_fn in env_fns]
+    constants = {text for fn in functions for text in getattr(getattr(fn, "__code__", None), "co_consts", ())}
+    specs: list[EnvSpec] = []
+    for env_id, spec in gymnasium.registry.items():
+        for name in (env_id, env_id.rpartition("-v")[0]):  # the version is optional
+            # The code of a short string in a pickle, with its length.
+            in_pickle = bytes([0x8C, len(name.encode()) % 256]) + name.encode() in pickled
+            if name and (in_pickle or name in constants):
+                specs.append(load_from_main(spec))
+                break
+    return specs
+
+
+def put_specs(specs: Iterable[EnvSpec]) -> None:
+    """Makes entries of this worker's registry those of the program."""
+    for spec in specs:
+        if spec.id not in gymnasium.registry and isinstance(spec.entry_point, str):
+            with suppress(Exception):  # if its package registers it now, it does not do so later
+                importlib.import_module(spec.entry_point.partition(":")[0])
+        gymnasium.registry[spec.id] = spec
 
 
 def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:
@@ -315,6 +344,7 @@ class Description:
     render_mode: str | None
     info: dict[str, Any] | None  # of its first reset; `None` if it was not reset
     mismatch: str | None  # the text of an error if an env has other spaces; else `None`
+    values: ModuleValues = dataclasses.field(default_factory=dict)  # of the envs of workers
 
 
 def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:

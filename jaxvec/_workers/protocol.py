@@ -72,6 +72,7 @@ class Setup:
     # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
     init: bytes | None
     env_fns: bytes  # with the extensions, whose options may contain functions and classes of the user
+    specs: bytes  # entries of the registry that `env_fns` name
     large: Sequence[BufferPlace]  # of the buffers that `env_fns` lacks; a descriptor comes with them
     config: PoolConfig
     spares: int
@@ -193,6 +194,7 @@ def make_setup(
         # Another interpreter may have a NumPy that can't read pickles without buffers.
         large if buffers is not None and interpreter.is_own else None,
     )
+    specs = constructors.specs_named(recipe.env_fns_of(worker), env_fns) if interpreter.is_own else []
     return Setup(
         argv=list(sys.argv),
         warning_filters=[
@@ -206,6 +208,7 @@ def make_setup(
         first=first,
         init=pickled_init,
         env_fns=env_fns,
+        specs=_pickle(specs, "an entry of gymnasium.registry"),
         large=[buffers.add(buffer) for buffer in large] if buffers is not None else [],
         config=config.for_workers(),
         spares=recipe.spares,

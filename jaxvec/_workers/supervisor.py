@@ -557,7 +557,8 @@ class Supervisor:
         merged = merge(self._description.spaces, description.spaces, first, equal=equal)
         if isinstance(merged, str) or description.mismatch is not None:
             raise SpaceMismatchError(merged if isinstance(merged, str) else description.mismatch)
-        self._description = replace(self._description, spaces=merged)
+        values = self._description.values | description.values
+        self._description = replace(self._description, spaces=merged, values=values)
 
     # --- Shutdown and messages -----------------------------------------------------------------------------
 

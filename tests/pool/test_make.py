@@ -74,7 +74,8 @@ def test_an_id_that_a_worker_does_not_know_names_the_module(make):
     gymnasium.register("Here-v0", entry_point=CountingEnv)
     try:
         with pytest.raises(jaxvec.EnvError, match=r'gymnasium.make\("MODULE:MyEnv-v0"\)'):
-            make(lambda: gymnasium.make("Here-v0"), 1, workers=jaxvec.Workers(start_method="spawn"))
+            name = "Her"  # an id that is composed in the worker; one that the function names is known there
+            make(lambda: gymnasium.make(f"{name}e-v0"), 1, workers=jaxvec.Workers(start_method="spawn"))
     finally:
         del gymnasium.registry["Here-v0"]
 

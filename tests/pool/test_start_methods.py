@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import json
+import math
 import os
+import re
 import resource
 import select
 import signal
@@ -15,7 +19,9 @@ import textwrap
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -119,6 +125,109 @@ def test_an_edited_module_is_preloaded_again(make, tmp_path, monkeypatch):
     ((after, second_server),) = ask(make, level, **options)
     assert (before, after) == (1, 200)
     assert ask(make, level, **options) == [(200, second_server)]
+
+
+LIBRARY = """
+import math, time
+import gymnasium
+from jaxvec.testing import CountingEnv
+
+SPEED = 1.0
+LEVELS: int = 3
+TURN = 2 * math.pi * LEVELS
+STARTED = time.time()
+made = 0
+
+def helper(): return 1
+
+class Cart(CountingEnv):
+    gravity = 9.8
+    count = 0
+
+    def __init__(self):
+        global made
+        super().__init__()
+        made += 1
+        type(self).count += 1
+
+    def fall(self): return SPEED, self.gravity, helper()
+    @staticmethod
+    def color(): return "red"
+
+def make_cart(): return gymnasium.make("ACart-v0")
+
+gymnasium.register("ACart-v0", entry_point=Cart, max_episode_steps=9)
+"""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    name = f"library_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module(name)
+    gymnasium.registry.pop("ACart-v0", None)
+
+
+@methods
+def test_a_value_that_only_the_program_has_changed_is_named_once(make, library, method):
+    workers = jaxvec.Workers(start_method=method)
+    library.Cart()  # changes its counters, which are no settings
+    assert make(library.Cart, 2, workers=workers).call("fall") == ((1.0, 9.8, 1),) * 2
+
+    def change():
+        library.SPEED = 3
+        library.TURN = 7
+        library.Cart.gravity = 1.6
+        library.Cart.color = library.helper
+
+    for name, old, new in (
+        ("SPEED", "1.0", 3),
+        ("LEVELS", "3", 4),
+        ("TURN", f"{6 * math.pi}", None),
+        ("Cart.gravity", "9.8", 1.6),
+        ("helper", None, lambda: 2),
+        ("Cart.fall", None, library.helper),
+        ("Cart.color", None, staticmethod(library.helper)),
+    ):
+        owner = library.Cart if "." in name else library
+        text = (
+            f" is {new or 'something else'} here, but {old} in the workers" if old else " is another function"
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name.rpartition(".")[2], np.array(1) if new is None else new)
+            with pytest.warns(UserWarning, match=re.escape(f"{library.__name__}.{name}{text}")) as caught:
+                make(library.Cart, 2, workers=workers)
+        assert len(caught) == 1
+        assert "jaxvec.Workers(init=function)" in str(caught[0].message)
+    change()
+    with pytest.warns(UserWarning, match="; .*; .*, and 1 more"):
+        make(library.Cart, 2, workers=workers)
+    make(library.Cart, 2, backend="serial")
+    make(library.Cart, 2, workers=replace(workers, init=change))
+
+
+@methods
+def test_entries_of_the_registry_are_those_of_the_program(make, library, method):
+    class Own(CountingEnv):
+        pass
+
+    gymnasium.registry["ACart-v0"].max_episode_steps = 5
+    gymnasium.register("AnOwn-v2", entry_point=Own, max_episode_steps=7)
+    env_id = "AnOwn-v2"
+    workers = jaxvec.Workers(start_method=method)
+    try:
+        for env_fn, limit in (
+            ("ACart-v0", 5),
+            (library.make_cart, 5),
+            (lambda: gymnasium.make("ACart-v0"), 5),
+            (lambda: gymnasium.make(env_id), 7),
+            (functools.partial(gymnasium.make, "AnOwn-v2"), 7),
+        ):
+            envs = make([env_fn] * 2 if callable(env_fn) else env_fn, 2, num_workers=1, workers=workers)
+            assert [spec.max_episode_steps for spec in envs.get_attr("spec")] == [limit] * 2
+    finally:
+        del gymnasium.registry["AnOwn-v2"]
 
 
 # --- What a worker runs first -------------------------------------------------------------------

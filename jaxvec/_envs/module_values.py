@@ -1,0 +1,148 @@
+"""Simple values in the modules of envs, of which a script may have changed some in the program alone.
+
+Workers import these modules anew. So after `my_library.SPEED = 3`, or with a patched method, an env in a
+worker differs from one in the program. Workers send what they have, and the program names what differs.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from operator import attrgetter
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jaxvec._envs.envs import layers_of
+
+# By module and place, such as "Cart.gravity": the text of a number or string, or the hash of a function.
+ModuleValues: TypeAlias = dict[str, dict[str, "str | int"]]
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_MAX_TEXT = 200  # characters of a value that is compared
+_NO_CONSTANTS = (ast.Call, ast.Await, ast.Lambda, ast.NamedExpr, ast.comprehension)
+_CONSTANTS = {"__builtins__": {}, "math": math, "np": np, "numpy": np}
+
+
+def module_values(envs: Iterable[Any]) -> ModuleValues:
+    """Returns the values of the modules that define the classes of envs and wrappers."""
+    classes = {type(layer) for env in envs for layer in layers_of(env)}
+    names = {base.__module__ for kind in classes for base in kind.__mro__} - {"__main__"}
+    modules = {name: sys.modules[name] for name in names if name in sys.modules}
+    return {
+        name: {place: value for place, value in _values(module) if value is not None}
+        for name, module in modules.items()
+        if name.partition(".")[0] not in sys.stdlib_module_names
+    }
+
+
+def describe_changes(values_of_workers: ModuleValues) -> str | None:
+    """Returns a warning about values that this program has changed since their import; `None` for none.
+
+    A value counts if the module's source sets it once, to a constant expression that the worker still has.
+    Others may differ by nature, such as counters, times, and what depends on the environment.
+    """
+    changes: list[str] = []
+    for name, values in values_of_workers.items():
+        if (module := sys.modules.get(name)) is None:
+            continue
+        here = dict(_values(module))
+        differing = {place: value for place, value in values.items() if here.get(place, value) != value}
+        constants = _constants(module) if differing else {}
+        for place, value in differing.items():
+            if isinstance(value, int):
+                if not _is_original(module, place):
+                    changes.append(f"{name}.{place} is another function")
+            elif constants.get(place) == value:
+                own = here[place] or "something else"
+                changes.append(f"{name}.{place} is {own} here, but {value} in the workers")
+    if not changes:
+        return None
+    more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return (
+        "workers import the modules of envs anew, so they do not have what this program has changed in them: "
+        f"{'; '.join(changes[:3])}{more}. Pass a function that changes it there, too: make(..., "
+        "workers=jaxvec.Workers(init=function))"
+    )
+
+
+def _values(module: ModuleType) -> Iterator[tuple[str, str | int | None]]:
+    """Yields the values of a module and its classes, by place; `None` for those that are not simple."""
+    owners: list[tuple[str, Mapping[str, Any]]] = [("", vars(module))]
+    for name, value in vars(module).items():
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            owners.append((f"{name}.", vars(value)))
+    for prefix, attributes in owners:
+        for name, value in attributes.items():
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            if isinstance(value, FunctionType):
+                yield prefix + name, _hash(value.__code__)
+            elif not name.startswith("__"):
+                text = repr(value) if type(value) in _SIMPLE else ""
+                yield prefix + name, text if 0 < len(text) <= _MAX_TEXT else None
+
+
+def _is_original(module: ModuleType, place: str) -> bool:
+    """Returns True if a function is the one that the module's source defines there."""
+    code = getattr(attrgetter(place)(module), "__code__", None)
+    return code is not None and (code.co_qualname, code.co_filename) == (place, module.__file__)
+
+
+def _hash(code: CodeType) -> int:
+    constants = [_hash(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    return zlib.crc32(repr((code.co_names, constants)).encode(), zlib.crc32(code.co_code))
+
+
+def _constants(module: ModuleType) -> dict[str, str]:
+    """Returns the texts of values that the module's source sets to constant expressions, and nowhere else."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    constants: dict[str, Any] = {}
+    stores: dict[str, int] = {}
+    _read_constants(tree.body, "", constants, stores)
+    changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    for node in ast.walk(tree):
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        # `self.x = ...` sets another attribute than the class's `x`.
+        if stored and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            changed.add(node.attr)
+    return {
+        place: repr(value)
+        for place, value in constants.items()
+        if stores[place] == 1 and place.rpartition(".")[2] not in changed
+    }
+
+
+def _read_constants(
+    body: list[ast.stmt], prefix: str, constants: dict[str, Any], stores: dict[str, int]
+) -> None:
+    for statement in body:
+        for node in ast.walk(statement) if not isinstance(statement, (ast.ClassDef, ast.FunctionDef)) else ():
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                stores[prefix + node.id] = stores.get(prefix + node.id, 0) + 1
+        match statement:
+            case ast.ClassDef():
+                _read_constants(statement.body, f"{prefix}{statement.name}.", constants, stores)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if value is not None:
+                _read_constant(prefix + name, value, constants)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                _read_constant(prefix + name, value, constants)
+            case _:
+                pass
+
+
+def _read_constant(place: str, expression: ast.expr, constants: dict[str, Any]) -> None:
+    if any(isinstance(node, _NO_CONSTANTS) for node in ast.walk(expression)):
+        return
+    with suppress(Exception):  # a name that is no constant
+        code = compile(ast.Expression(expression), place, "eval")
+        constants[place] = eval(code, dict(_CONSTANTS), constants)
