@@ -35,7 +35,7 @@ from jaxvec._start import choose_interpreter, start
 from jaxvec._util import add_note
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec._workers.base import Backend
-from jaxvec.callbacks import _effects, _primitive
+from jaxvec.callbacks import _derivatives, _effects, _primitive
 
 
 @dataclass(frozen=True)
@@ -271,6 +271,7 @@ def make(
         env = interpreter.constructor(env)
         _refuse_unknown(env, env_kwargs)
         _effects.install()
+        _derivatives.install()
         config.settings.transport = _primitive.choose_transport(config.settings.transport)
         place = Placement.of(device)
         envs = start(
