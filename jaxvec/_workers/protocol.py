@@ -187,14 +187,15 @@ def make_setup(
     interpreter = recipe.interpreter
     pickled_init = init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)")
     large: list[PickleBuffer] = []
-    env_fns = _pickle(
-        (list(recipe.env_fns[first // size : stop // size]), recipe.on_slice),
+    env_fns = list(recipe.env_fns[first // size : stop // size])
+    pickled_env_fns = _pickle(
+        (env_fns, recipe.on_slice),
         f"the constructor of env {first}",
         ', or use backend="serial"',
         # Another interpreter may have a NumPy that can't read pickles without buffers.
         large if buffers is not None and interpreter.is_own else None,
     )
-    specs = constructors.specs_named(recipe.env_fns_of(worker), env_fns) if interpreter.is_own else []
+    specs = constructors.specs_named(env_fns, pickled_env_fns) if interpreter.is_own else []
     return Setup(
         argv=list(sys.argv),
         warning_filters=[
@@ -207,7 +208,7 @@ def make_setup(
         worker=worker,
         first=first,
         init=pickled_init,
-        env_fns=env_fns,
+        env_fns=pickled_env_fns,
         specs=_pickle(specs, "an entry of gymnasium.registry"),
         large=[buffers.add(buffer) for buffer in large] if buffers is not None else [],
         config=config.for_workers(),
