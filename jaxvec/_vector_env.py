@@ -501,11 +501,10 @@ class VectorEnv:
         return tuple(self._pool.env_calls.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
     @_on_host
-    def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
+    def get_attr(self, name: str, *, indices: Any = None) -> tuple[Any, ...]:
         """Returns an attribute of each env, in the order of `indices`. Raises the errors of `call`.
 
-        As in Gymnasium's vector envs, a callable attribute is called, and its result returned, unless `call`
-        is `False`. Batched envs with their own `get_attr` ignore it.
+        As in Gymnasium's vector envs, a callable attribute is called, and its result returned.
 
         Example:
             ```python
@@ -513,10 +512,7 @@ class VectorEnv:
                 print(envs.get_attr("g"))  # (9.81, 1.62)
             ```
         """
-        if call:
-            return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
-        _arguments.check_name(name)
-        return tuple(self._pool.env_calls.get_attr(_arguments.check_indices(indices, self.num_envs), name))
+        return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
 
     @_on_host
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:

@@ -61,14 +61,6 @@ class BatchAccess(EnvAccess):
         arguments_of_slots = [(mine, kwargs) for mine in args]
         return self._apply(slots, arguments_of_slots, call, lambda slot: AttributeErrorContext(slot, name))
 
-    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        def read(instance: Any) -> Any:
-            if declares(instance, "get_attr"):
-                return instance.get_attr(name)
-            return attrgetter(name)(instance)
-
-        return self._apply(slots, args, read, lambda slot: AttributeErrorContext(slot, name))
-
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         return self._apply(slots, args, function, lambda slot: EnvErrorContext(slot, "map"))
 

@@ -37,10 +37,6 @@ class EnvAccess(ABC):
         """Returns attribute `name` of each env, called with its entry of `args` if it is callable."""
 
     @abstractmethod
-    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        """Returns attribute `name` of each env without calling it. The entries of `args` are empty."""
-
-    @abstractmethod
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
         """Sets attribute `name` of each env to its entry of `values`."""
 
@@ -80,13 +76,6 @@ class SlotAccess(EnvAccess):
             with EnvErrorContext(slot, name):
                 results.append(attribute(*arguments, **keywords) if callable(attribute) else attribute)
         return results
-
-    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        values: list[Any] = []
-        for slot, env, _ in self._accessed(slots, args):
-            with AttributeErrorContext(slot, name):
-                values.append(find_attr(env, name))
-        return values
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         results: list[Any] = []

@@ -180,10 +180,7 @@ class EnvSlice(Slice):
         self.running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        self.step_and_call(slots, None if done is None else partial(self._report, done))
-
-    def step_and_call(self, slots: NDArray[Any], after: Callable[[int], None] | None) -> None:
-        """Steps the envs of `slots` in turn; calls `after` with the index of each when its row is written."""
+        after = None if done is None else partial(self._report, done)
         self._counted = 0, monotonic_ns(), self.stats[_stats.RESET_NS]
         if (requested := slots.tobytes()) != self._selection.slots:
             array = slots - self.first

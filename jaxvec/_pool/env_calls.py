@@ -90,10 +90,6 @@ class EnvCalls:
         """
         return self._call_envs(move, EnvAccess.call, args, name, kwargs, on_started=on_started)
 
-    def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
-        """Returns an attribute of each env, `[n]`. A method is returned, not called."""
-        return self._call_envs(Move(Verb.CALL, slots), EnvAccess.get_attr, [()] * len(slots), name)
-
     def map(self, slots: NDArray[Any], function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """Returns `function(env, *args)` for each env, `[n]`, called in the workers."""
         return self._call_envs(Move(Verb.CALL, slots), EnvAccess.map, [args] * len(slots), function)
@@ -147,11 +143,7 @@ class EnvCalls:
     ) -> list[Any]:
         slots = move.slots
         with self._holding_workers(move, on_started):
-            if (
-                move.verb is Verb.CALL
-                and method is not EnvAccess.get_attr
-                and self._workers.env_settings is not None
-            ):
+            if move.verb is Verb.CALL and self._workers.env_settings is not None:
                 self._workers.env_settings.call(slots)
             slices = self.request_each(method, slots, args, *more)
         # The workers answer in the order of the env ids; the caller expects the order of `slots`.

@@ -87,7 +87,7 @@ def test_a_function_runs_once_on_each_batched_env(make):
     envs.set_attr("steps", 5, indices=[2])
     assert envs.get_attr("steps") == (0, 0, 5, 0)
     with pytest.raises(jaxvec.EnvAttributeError, match=r"no env attribute 'nothing' \(env 2, worker 0\)"):
-        envs.get_attr("nothing", indices=[2], call=False)
+        envs.get_attr("nothing", indices=[2])
 
 
 def test_map_error_names_the_env_and_the_pool_stays_usable(make, backend):
@@ -162,8 +162,7 @@ def test_an_attribute_can_be_a_list(make, backend):
 
 def test_a_callable_attribute_is_read_or_called(make, backend):
     envs = make(wrapped, 2, backend=backend)
-    assert envs.get_attr("scale", call=False) == (abs, abs)
-    assert envs.get_attr("level", call=False) == (0, 0)
+    assert envs.map(lambda env: env.get_wrapper_attr("scale")) == (abs, abs)
     assert envs.get_attr("twice", indices=1) == (2,)
     with pytest.raises(jaxvec.EnvError, match="env 0.* raised TypeError in scale"):
         envs.get_attr("scale")
@@ -173,7 +172,6 @@ def test_a_callable_attribute_is_read_or_called(make, backend):
     ("ask", "message"),
     [
         (lambda envs: envs.get_attr("nothing"), r"(?m)^no env attribute 'nothing' \(env 0(, worker 0)?\)$"),
-        (lambda envs: envs.get_attr("nothing", call=False), r"^no env attribute 'nothing' \(env 0"),
         (lambda envs: envs.call("nothing", 3), r"^no env attribute 'nothing' \(env 0"),
         (
             lambda envs: envs.get_attr("levle"),
@@ -227,7 +225,6 @@ NAMED = {
     "call": lambda envs, name: envs.call(name),
     "call_async": lambda envs, name: envs.call_async(name).result(200),
     "get_attr": lambda envs, name: envs.get_attr(name),
-    "get_attr, not called": lambda envs, name: envs.get_attr(name, call=False),
     "set_attr": lambda envs, name: envs.set_attr(name, 1),
     "call in a program": lambda envs, name: jaxvec.call(jaxvec.reset(envs)[0], name),
     "get_attr in a program": lambda envs, name: jaxvec.get_attr(jaxvec.reset(envs)[0], name, int),

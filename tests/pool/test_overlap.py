@@ -202,7 +202,7 @@ def test_calls_for_idle_envs_return_while_others_are_moved(pool_of, begin, batch
     moving = Background(begin(envs))
     pool.wait_until_inside(3)
     envs.set_attr("name", "idle", indices=[0])
-    assert within(lambda: envs.get_attr("name", indices=[0], call=False)) == ("idle",)
+    assert within(lambda: envs.get_attr("name", indices=[0])) == ("idle",)
     assert within(lambda: envs.infos([0])) == ({"seed": -1, "options": None},)
     pool.open()
     assert moving.result() == expected

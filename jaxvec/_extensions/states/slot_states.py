@@ -163,14 +163,14 @@ class SlotStates:
             state = states[index]
             env_slice.slots.restore(index, self._restore_env(index, state), state.data.resets)
 
-        def save_and_restore_next(index: int) -> None:
+        def save_and_restore_next(index: int, count: int) -> None:
             after.append(self.save(index, states[index].slot))
             if index < last:
                 env_slice.running[0] = index + 2  # an error of the restore is one of the next env
                 restore(index + 1)
 
         restore(0)
-        env_slice.step_and_call(np.arange(len(states)), save_and_restore_next)
+        env_slice.step(np.arange(len(states)), save_and_restore_next)
 
     def _restore_env(self, index: int, state: SlotState) -> Callable[[], bool]:
         return partial(self.stateful[index].restore, state.env)
