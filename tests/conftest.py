@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -57,8 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps bytecode in pytest's cache if PYTHONDONTWRITEBYTECODE is set, as it is in many containers.
 
-    Otherwise, each of the several hundred interpreters that tests start would compile all its imports.
+    Otherwise, each of the several hundred interpreters that tests start would compile all its imports. Also
+    restores the handler of Ctrl-C, for tests and for the programs that they start: a shell without job
+    control ignores the signal in its background jobs.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     cache = getattr(config, "cache", None)  # None with `-p no:cacheprovider`
     if cache is not None and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))

@@ -16,7 +16,6 @@ from support.probe import fork_servers
 
 SCRIPT = """
 import os, signal, sys, threading, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start jobs with SIGINT ignored
 import numpy as np, gymnasium, jaxvec
 from gymnasium import spaces
 

@@ -555,11 +555,7 @@ def test_an_env_that_fails_on_the_way_is_an_error_of_its_own(run, transport):
 def test_ctrl_c_ends_it_cleanly():
     words = ["bench", "my_package.envs:Waiting"]
     process = subprocess.Popen(
-        # A shell may start its jobs without SIGINT.
-        [sys.executable, "-c", f"{INTERRUPTIBLE}sys.exit(main({words}))"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "jaxvec", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         lines = iter(process.stderr.readline, "")
@@ -574,17 +570,12 @@ def test_ctrl_c_ends_it_cleanly():
     assert "Traceback" not in err
 
 
-INTERRUPTIBLE = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxvec.cli._main import main
-"""
-
-
 def test_ctrl_c_leaves_no_worker():
     words = ["check", "my_package.envs:Env", "--kwargs", '{"ms": 1}']
-    source = f"""{INTERRUPTIBLE}
+    source = f"""
+import sys
 from jaxvec import testing
+from jaxvec.cli._main import main
 testing.check_env = lambda *args, **kwargs: None  # that runs here; we want the workers
 from my_package import envs
 envs.Env.step = envs.Waiting.step

@@ -573,8 +573,6 @@ import signal, sys
 import jax, jax.numpy as jnp
 from jaxvec.logging import Options, training
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start its jobs without
-
 def large(x):
     for i in range(300):
         x = jnp.sin(x @ x) + i
