@@ -88,15 +88,28 @@ def mask_array(mask: Any, num_envs: int) -> jax.Array:
     return check_mask(mask, num_envs, jnp.asarray)
 
 
+def _old_style_shape() -> tuple[int, ...]:
+    """Returns the shape of `jax.random.PRNGKey(0)`, by the default implementation: (2,), or (4,) for rbg."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+
+
 def _is_key(seed: Any, num_envs: int) -> bool:
     if not isinstance(seed, jax.Array):
         return False
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        return True
-    raw = seed.dtype == np.uint32 and seed.shape == (2,)
-    if raw and num_envs == 2:
+        is_batch = seed.ndim > 0
+    elif seed.dtype != np.uint32 or seed.shape[-1:] != _old_style_shape():
+        return False
+    else:
+        is_batch = seed.ndim > 1
+        if seed.shape == (num_envs,):
+            raise TypeError(
+                f"seed: a uint32 array of shape {seed.shape} can be an old-style key or {num_envs} seeds; "
+                "pass jax.random.key(...) or int32 seeds"
+            )
+    if is_batch:
         raise TypeError(
-            "seed: a uint32 array of shape (2,) can be an old-style key or two seeds; pass "
-            "jax.random.key(...) or int32 seeds"
+            f"seed: got a batch of keys, of shape {seed.shape}; pass one key, from which a seed for each env "
+            "is drawn. Under vmap, pass the keys as a mapped argument"
         )
-    return raw
+    return True

@@ -482,6 +482,34 @@ def test_seeds_reach_the_envs(make, backend):
     assert len({*of_keys[0], *of_keys[2]}) == 6
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("num_envs", [2, 3, 4])
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_old_style_keys_of_the_default_implementation(make, implementation, num_envs, jit):
+    """Their data are two or four words, so they can look like seeds."""
+    envs = make(CountingEnv, num_envs, info={"seed": int}, backend="serial")
+
+    def seeds(seed):
+        def reset(seed):
+            return jaxvec.reset(envs, seed=seed)[1].info["seed"]
+
+        return (jax.jit(reset) if jit else reset)(seed).tolist()
+
+    with jax.default_prng_impl(implementation):
+        key = jax.random.key(3)
+        old_style = jax.random.PRNGKey(3)
+        assert len(set(seeds(key))) == num_envs
+        if old_style.shape == (num_envs,):
+            with pytest.raises(TypeError, match=r"old-style key or . seeds; pass jax\.random\.key.*int32"):
+                seeds(old_style)
+        else:
+            assert seeds(old_style) == seeds(key)
+        for batch in (jax.random.split(key, num_envs), jax.random.split(old_style, num_envs)):
+            with pytest.raises(TypeError, match=r"batch of keys.*pass one key"):
+                seeds(batch)
+        assert seeds(jnp.arange(num_envs)) == list(range(num_envs))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
