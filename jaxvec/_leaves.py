@@ -375,6 +375,61 @@ def _padded(space: Space[Any], path: KeyPath, policy: DtypePolicy, sizes: MaxSiz
     return PaddedNode(path, tuple(parts), tuple(parts.values()), kind, item)
 
 
+def declared_leaves(
+    declared: Mapping[str, Any], policy: DtypePolicy, sizes: MaxSizes | None = None
+) -> DictNode:
+    """Returns the node of the declared info keys, each followed by its mask `_key`.
+
+    A declaration is a Gymnasium space, a NumPy dtype (`int`, `"f4"`, `(np.float32, (3,))`), an object with
+    `shape` and `dtype` (an array, a `jax.ShapeDtypeStruct`), or a dict of such.
+    """
+    keys: list[str] = []
+    children: list[Node] = []
+    for key, declaration in declared.items():
+        mask = f"_{key}"
+        keys += [key, mask]
+        children += [
+            _declared_node(("info", key), declaration, policy, sizes),
+            Leaf(("info", mask), (), np.dtype(np.bool_), np.dtype(np.bool_)),
+        ]
+    return DictNode(("info",), tuple(keys), tuple(children))
+
+
+def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: MaxSizes | None) -> Node:
+    if isinstance(declaration, Space):
+        return walk(declaration, root=path, policy=policy, sizes=sizes)
+    if isinstance(declaration, Mapping):
+        nested = cast("Mapping[Any, Any]", declaration)
+        if not nested or not all(isinstance(key, str) for key in nested):
+            raise UnsupportedSpaceError(
+                f"{format_path(path)}: a dict needs strings as keys, and at least one, not {[*nested]}"
+            )
+        children = tuple(
+            _declared_node((*path, key), nested_declaration, policy, sizes)
+            for key, nested_declaration in nested.items()
+        )
+        return DictNode(path, tuple(nested), children)
+    shape = getattr(declaration, "shape", None)
+    dtype = getattr(declaration, "dtype", None)
+    # NumPy's scalar types have `shape` and `dtype` as descriptors, so types are always parsed.
+    if isinstance(declaration, type) or shape is None or dtype is None:
+        try:
+            parsed = np.dtype(declaration)
+        except TypeError as error:
+            raise UnsupportedSpaceError(
+                f"{format_path(path)}: can't read a shape and dtype from {declaration!r}; declare a "
+                "Gymnasium space, a NumPy dtype, or an array"
+            ) from error
+        dtype, shape = parsed.subdtype or (parsed, ())
+    dtype = np.dtype(dtype).newbyteorder("=")
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise UnsupportedSpaceError(
+            f"{format_path(path)}: {dtype} can't be an array inside jax.jit; declare numbers, bools or a "
+            "gymnasium.spaces.Text, or leave the key out and read it with VectorEnv.infos()"
+        )
+    return Leaf(path, tuple(shape), dtype, policy(dtype))
+
+
 def _with_axis(node: Node, size: int) -> Node:
     """Returns `node` with a first axis for `size` of its values in all leaves."""
     if isinstance(node, Leaf):

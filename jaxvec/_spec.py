@@ -25,12 +25,11 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._leaves import (
     DictNode,
     DtypePolicy,
-    KeyPath,
     Leaf,
     MaxSizes,
     Node,
     builder,
-    format_path,
+    declared_leaves,
     leaves,
     move,
     walk,
@@ -276,28 +275,6 @@ def make_spec(
     )
 
 
-def declared_leaves(
-    declared: Mapping[str, Any], policy: DtypePolicy, sizes: MaxSizes | None = None
-) -> DictNode:
-    """Returns the node of the declared info keys, each followed by its mask `_key`.
-
-    A declaration is a Gymnasium space, a NumPy dtype (`int`, `"f4"`, `(np.float32, (3,))`), an object with
-    `shape` and `dtype` (an array, a `jax.ShapeDtypeStruct`), or a dict of such.
-    """
-    keys: list[str] = []
-    children: list[Node] = []
-    for key, declaration in declared.items():
-        mask = f"_{key}"
-        if {key, mask} & {*ADDED_KEYS, *keys}:
-            raise ValueError(f"info: the key {key!r} is reserved by jaxvec or duplicated; rename it")
-        keys += [key, mask]
-        children += [
-            _declared_node(("info", key), declaration, policy, sizes),
-            Leaf(("info", mask), (), np.dtype(np.bool_), np.dtype(np.bool_)),
-        ]
-    return DictNode(("info",), tuple(keys), tuple(children))
-
-
 def declarations(info: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:
     """Returns `make`'s `info` as a dict of declarations; keys to infer from a first reset have `None`."""
     if info is None:
@@ -313,6 +290,9 @@ def declarations(info: Mapping[str, Any] | Iterable[str] | None) -> dict[str, An
                 f"info: the key {key!r} is no str, as programs need; rename it in a wrapper, or read it with "
                 "VectorEnv.infos()"
             )
+        mask = f"_{key}"
+        if mask in declared or {key, mask}.intersection(ADDED_KEYS):
+            raise ValueError(f"info: the key {key!r} is reserved by jaxvec or duplicated; rename it")
     return declared
 
 
@@ -347,38 +327,3 @@ def _as_arrays(value: Any, where: str, uncertain: list[str]) -> Any:
     if array.dtype.kind in "biu" and not isinstance(value, np.ndarray | np.generic):
         uncertain.append(where)
     return array
-
-
-def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: MaxSizes | None) -> Node:
-    if isinstance(declaration, Space):
-        return walk(declaration, root=path, policy=policy, sizes=sizes)
-    if isinstance(declaration, Mapping):
-        nested = cast("Mapping[Any, Any]", declaration)
-        if not nested or not all(isinstance(key, str) for key in nested):
-            raise UnsupportedSpaceError(
-                f"{format_path(path)}: a dict needs strings as keys, and at least one, not {[*nested]}"
-            )
-        children = tuple(
-            _declared_node((*path, key), nested_declaration, policy, sizes)
-            for key, nested_declaration in nested.items()
-        )
-        return DictNode(path, tuple(nested), children)
-    shape = getattr(declaration, "shape", None)
-    dtype = getattr(declaration, "dtype", None)
-    # NumPy's scalar types have `shape` and `dtype` as descriptors, so types are always parsed.
-    if isinstance(declaration, type) or shape is None or dtype is None:
-        try:
-            parsed = np.dtype(declaration)
-        except TypeError as error:
-            raise UnsupportedSpaceError(
-                f"{format_path(path)}: can't read a shape and dtype from {declaration!r}; declare a "
-                "Gymnasium space, a NumPy dtype, or an array"
-            ) from error
-        dtype, shape = parsed.subdtype or (parsed, ())
-    dtype = np.dtype(dtype).newbyteorder("=")
-    if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise UnsupportedSpaceError(
-            f"{format_path(path)}: {dtype} can't be an array inside jax.jit; declare numbers, bools or a "
-            "gymnasium.spaces.Text, or leave the key out and read it with VectorEnv.infos()"
-        )
-    return Leaf(path, tuple(shape), dtype, policy(dtype))

@@ -77,7 +77,7 @@ def start(
     num_envs = constructors.count(env, num_envs, size)
     backend = _choose_backend(config.backend)
     backend.check(config)
-    interpreter.check(config)
+    batch_size = _batch_size(config, num_envs)
     num_instances = num_envs // (size or 1)
     num_workers = config.num_workers or backend.num_workers(num_instances, config.timeouts.start)
     check_count("num_workers", num_workers, 1, num_instances)
@@ -98,19 +98,18 @@ def start(
         shares_values=shares_values,
     )
     declared: Any = config.info  # a dict, from `declarations`
-    learns_info = any(declaration is None for declaration in declared.values())
-    workers = backend.start(recipe, learn_info=learns_info)
+    workers = backend.start(recipe, learn_info=any(kind is None for kind in declared.values()))
     try:
         description = workers.description
-        autoreset = config.autoreset or _autoreset_of(description)
+        declared = learn(declared, description.info)
         spec = make_spec(
             description.spaces,
             num_envs=num_envs,
-            batch_size=_batch_size(config, num_envs, autoreset),
-            autoreset=autoreset,
+            batch_size=batch_size,
+            autoreset=config.autoreset or _autoreset_of(description),
             final_obs=config.final_obs,
             fault=has_fault,
-            declared=learn(declared, description.info),
+            declared=declared,
             policy=policy,
             objects=objects,
             max_sizes=None if objects else config.max_sizes or {},
@@ -160,9 +159,15 @@ def _autoreset_of(description: Description) -> Autoreset:
 
 
 def choose_interpreter(config: PoolConfig) -> Interpreter:
-    """Returns the interpreter of the workers: this one, unless the options name another."""
+    """Returns the interpreter of the workers: this one, unless the options name another.
+
+    Raises:
+        ValueError: It can't run workers with these options.
+    """
     others = (choose(config) for choose in _extension.interpreters)
-    return next(filter(None, others), None) or Interpreter()
+    interpreter = next(filter(None, others), None) or Interpreter()
+    interpreter.check(config)
+    return interpreter
 
 
 def _choose_backend(backend: Any) -> Backend:
@@ -176,7 +181,7 @@ def _choose_backend(backend: Any) -> Backend:
     raise ValueError(f'backend must be "process", "serial", or a jaxvec.Backend, not {backend!r}')
 
 
-def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
+def _batch_size(config: PoolConfig, num_envs: int) -> int:
     chosen = config.batch_size
     batch_size = num_envs if chosen is None else check_count("batch_size", chosen, 1, num_envs)
     if batch_size < num_envs and config.envs_per_instance is not None:
@@ -184,7 +189,7 @@ def _batch_size(config: PoolConfig, num_envs: int, autoreset: Autoreset) -> int:
             f"batch_size {batch_size} is below num_envs ({num_envs}), but batched envs step all at once; "
             "leave batch_size out, or make the envs one by one"
         )
-    if batch_size < num_envs and not autoreset.resets:
+    if batch_size < num_envs and config.autoreset is not None and not config.autoreset.resets:
         raise ValueError(
             f"batch_size {batch_size} is below num_envs ({num_envs}) and needs envs that reset themselves; "
             "choose autoreset_mode SAME_STEP or NEXT_STEP"

@@ -24,11 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxvec
-from jaxvec._leaves import as_is, as_jax, leaves, walk
+from jaxvec._leaves import as_is, as_jax, declared_leaves, leaves, walk
 from jaxvec._memory import rows as _rows
 from jaxvec._memory import segment
 from jaxvec._memory.segment import make_layout, split_evenly
-from jaxvec._spec import Autoreset, EnvSpaces, declared_leaves, make_spec
+from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 
 many = settings(database=None)
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
