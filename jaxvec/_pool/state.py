@@ -256,7 +256,8 @@ class PoolState:
         """Returns and forgets the error of the latest call of a program; `None` if that call succeeded."""
         failure = self._program_error
         self._program_error = None
-        if failure is None or failure[0] != self._engine.num_served:  # a later call has succeeded
+        # A call that has succeeded since may be of the same program, on another device.
+        if failure is None or (failure[0] != self._engine.num_served and failure[1] is not self.broken_by):
             return None
         return failure[1]
 

@@ -304,6 +304,14 @@ def test_the_error_of_a_program_that_nobody_waits_for_is_raised_at_the_end(tmp_p
     assert run.stdout == "1 bad luck True\n", run.stderr
 
 
+def test_a_success_on_another_device_does_not_hide_what_broke_the_pool(make):
+    pool = pool_of(make(CountingEnv, 2))
+    error = jaxvec.EnvTimeoutError("late", env_ids=(0,))
+    pool.state.keep_error(error, under_way=True)
+    pool.engine.count_success()
+    assert pool.state.take_error() is error
+
+
 def test_envs_whose_close_takes_too_long_are_named(make, caplog, tmp_path, time_flies):
     envs = make(partial(SlowToClose, tmp_path), 3, num_workers=1, spare_envs=1)
     within(partial(envs.close, timeout=200))
