@@ -63,15 +63,14 @@ bool interrupted() {
   return last_seen.load(std::memory_order_relaxed) != now && last_seen.exchange(now) != now;
 }
 
-Status move_on_host(Call& call, Engine* engine) {
-  if (engine == nullptr) return Status::kElsewhere;
-  HostTarget target;
-  return engine->answer(call.verb, call.fingerprint, call.operands, call.results, target, &call.waited_ns);
-}
-
 std::string answer_on_host(Call& call) {
   const std::shared_ptr<Engine> engine = engine_of(call);
-  const Status status = move_on_host(call, engine.get());
+  Status status = Status::kElsewhere;
+  if (engine != nullptr) {
+    HostTarget target;
+    status =
+        engine->answer(call.verb, call.fingerprint, call.operands, call.results, target, &call.waited_ns);
+  }
   if (status == Status::kDone && !interrupted()) return "";
   return ask_python(call, status, engine.get());
 }

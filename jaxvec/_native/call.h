@@ -51,10 +51,6 @@ std::string ask_python(Call& call, Status status, Engine* engine);
 // thread.
 bool interrupted();
 
-// Answers a call with operands and results in host memory, if C++ can. If the result is not kDone, or a
-// signal arrived, Python must be asked. `engine` may be null.
-Status move_on_host(Call& call, Engine* engine);
-
 // Answers a call with operands and results in host memory. Returns as `ask_python`.
 std::string answer_on_host(Call& call);
 

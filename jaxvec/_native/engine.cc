@@ -52,10 +52,6 @@ size_t num_given(uint32_t verb, const std::vector<Array>& operands) {
   return operands.size() > others ? operands.size() - others : 0;
 }
 
-bool is_token_of(const std::vector<Array>& arrays, int64_t rows) {
-  return !arrays.empty() && is_token(arrays[0]) && arrays[0].dims[0] == rows;
-}
-
 bool contiguous(const std::vector<int64_t>& slots) {
   for (size_t i = 1; i < slots.size(); ++i) {
     if (slots[i] != slots[0] + static_cast<int64_t>(i)) return false;
@@ -210,7 +206,8 @@ bool Engine::fits(uint32_t verb, const std::vector<Array>& operands,
   const int64_t rows = operands[0].dims[0];
   const size_t given = num_given(verb, operands);
   const bool complete = given == actions_.size() || given + plan_.num_options == actions_.size();
-  if (!is_token_of(results, rows) || (verb != kStep && rows != num_slots)) return false;
+  if (results.empty() || !is_token(results[0]) || results[0].dims[0] != rows) return false;
+  if (verb != kStep && rows != num_slots) return false;
   switch (verb) {
     case kStep:
       return complete && fit(actions_, given, operands, rows, false) &&

@@ -1,10 +1,11 @@
 #include "interrupts.h"
 
 #include <signal.h>
-#include <time.h>
 
 #include <atomic>
 #include <mutex>
+
+#include "dispatch.h"
 
 namespace jaxvec {
 namespace {
@@ -44,9 +45,7 @@ void watch(int signal) {
 
 bool is_check_due() {
   static std::atomic<int64_t> next{0};
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);  // takes a few ns
-  const int64_t now = time.tv_sec * 1'000'000'000LL + time.tv_nsec;
+  const int64_t now = now_ns();
   if (now < next.load(std::memory_order_relaxed)) return false;
   next.store(now + kCheckIntervalNs, std::memory_order_relaxed);
   return true;

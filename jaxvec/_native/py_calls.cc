@@ -115,12 +115,9 @@ void call_packed(uint32_t verb, bool fresh, std::string_view extra, int64_t fing
   call.interrupts = interrupts();
   call.operands = unpacked(operand_layout, operands);
   call.results = unpacked(result_layout, results);
-  const std::shared_ptr<Engine> engine = engine_of(call);
-  const Status status = without_gil([&] { return move_on_host(call, engine.get()); });
-  if (status == Status::kDone && !interrupted()) return;
   Ref raised;
   call.raised = &raised;
-  const std::string error = ask_python(call, status, engine.get());
+  const std::string error = without_gil([&] { return answer_on_host(call); });
   if (raised) raise_again(raised);
   if (!error.empty()) raise(PyExc_RuntimeError, "%s", error.c_str());
 }

@@ -106,14 +106,15 @@ inline PyObject* item_of(PyObject* list, Py_ssize_t index) {
   return item;
 }
 
-inline void take_gil(PyThreadState* state) {
-  try {
-    PyEval_RestoreThread(state);
-  } catch (...) {
-    // Once the interpreter has ended, Python before 3.14 ends a daemon thread here, by unwinding its stack.
-    // That would drop our references without the GIL. So the thread sleeps forever, as from 3.14 on.
-    for (;;) pause();
-  }
+// Calls a function of Python's that takes the GIL.
+//
+// Once the interpreter has ended, Python before 3.14 ends a daemon thread there, by unwinding its stack. That
+// would drop our references without the GIL. So the thread sleeps forever, as from 3.14 on.
+template <typename Take>
+auto take_gil(const Take& take) try {
+  return take();
+} catch (...) {
+  for (;;) pause();
 }
 
 // Holds the GIL, in any thread.
@@ -123,20 +124,16 @@ inline void take_gil(PyThreadState* state) {
 // after the thread's end; XLA keeps its threads.
 class WithGil {
  public:
-  WithGil() : state_(take()) {}
+  WithGil() : state_(take_gil(ensure)) {}
   ~WithGil() { PyGILState_Release(state_); }
   WithGil(const WithGil&) = delete;
 
  private:
-  static PyGILState_STATE take() {
-    try {
-      const bool is_new = PyGILState_GetThisThreadState() == nullptr;
-      const PyGILState_STATE state = PyGILState_Ensure();
-      if (is_new) PyGILState_Ensure();  // never released
-      return state;
-    } catch (...) {  // as in `take_gil`
-      for (;;) pause();
-    }
+  static PyGILState_STATE ensure() {
+    const bool is_new = PyGILState_GetThisThreadState() == nullptr;
+    const PyGILState_STATE state = PyGILState_Ensure();
+    if (is_new) PyGILState_Ensure();  // never released
+    return state;
   }
 
   const PyGILState_STATE state_;
@@ -146,12 +143,13 @@ class WithGil {
 template <typename Work>
 auto without_gil(const Work& work) {
   PyThreadState* const state = PyEval_SaveThread();
+  const auto restore = [state] { PyEval_RestoreThread(state); };
   if constexpr (std::is_void_v<decltype(work())>) {
     work();
-    take_gil(state);
+    take_gil(restore);
   } else {
     auto result = work();
-    take_gil(state);
+    take_gil(restore);
     return result;
   }
 }
