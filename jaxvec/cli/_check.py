@@ -14,6 +14,9 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 from jaxvec import testing
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
+from jaxvec._options import Workers
+from jaxvec._results import TimeStep
+from jaxvec._vector_env import VectorEnv
 from jaxvec.cli import _in_workers
 from jaxvec.cli._target import Target, lacks_package
 from jaxvec.spaces import pad
@@ -39,6 +42,12 @@ _REUSE = "share an object"  # part of Gymnasium's error for envs that return one
 _IMPORTS_JAX = (
     "Each worker imports JAX, which takes memory and threads. Use NumPy in the env and in the variables of "
     "its modules; np.asarray converts arrays."
+)
+_NOT_RESUMED = (
+    "{0}: in another process, which got the state, the env returned {4} at {2}, but {3} in the first one.\n"
+    "Perhaps it uses the order of a set of strings, which is another in each run: sort it, or pass "
+    "Workers(env={{'PYTHONHASHSEED': '0'}}). Or it uses a global variable, a file or a clock. In one "
+    "process, its states are exact."
 )
 _WORKER_STEPS = 50
 
@@ -90,10 +99,15 @@ def _check_stages(target: Target) -> list[Check]:
 def _step_in_workers(target: Target, num_workers: int) -> Timesteps:
     """Steps two envs, in one process or in one each."""
     with target.make(num_envs=2, num_workers=num_workers) as envs:
-        space = envs.single_action_space
-        space.seed(0)
-        steps = (envs.step(pad(space, [space.sample(), space.sample()])) for _ in range(_WORKER_STEPS))
-        timesteps = [envs.reset(seed=0), *steps]
+        return _step(envs, envs.reset(seed=0))
+
+
+def _step(envs: VectorEnv, timestep: TimeStep[Any]) -> Timesteps:
+    """Steps all envs with actions that are random, but the same in each run. Returns all time steps."""
+    space = envs.single_action_space
+    space.seed(0)
+    batches = (pad(space, [space.sample() for _ in range(envs.num_envs)]) for _ in range(_WORKER_STEPS))
+    timesteps = [timestep, *map(envs.step, batches)]
     leaves = map(jax.tree_util.tree_leaves_with_path, timesteps)
     return [
         {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in run_leaves} for run_leaves in leaves
@@ -129,8 +143,16 @@ def _check_options(target: Target) -> list[Check]:
                 checks[0] = Check(_NO_JAX, WARN, _IMPORTS_JAX, 1)
             envs.reset()
             for _ in range(_WORKER_STEPS):
-                envs.save()  # in each step, as the env may create objects late
+                state = envs.save()  # in each step, as the env may create objects late
                 envs.step(pad(space, [space.sample()]))
+            packed = envs.pack_states(state)
+            steps = _step(envs, envs.restore(state))
+        # A new interpreter also has another seed of the hashes of strings.
+        workers = Workers(start_method="spawn")
+        with target.make(num_envs=1, num_workers=1, states=1, workers=workers) as envs:
+            resumed = _step(envs, envs.restore(envs.unpack_states(packed)))
+        if (difference := _difference(steps, resumed)) is not None:
+            checks[1] = Check(_SAVED, WARN, _NOT_RESUMED.format(*difference), 1)
     except JaxvecError as error:
         checks[1] = Check(_SAVED, WARN, f"{error}\nThe env works without states.", 1)
     return checks

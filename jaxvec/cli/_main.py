@@ -246,8 +246,9 @@ _CHECK = Command(
 The command steps the env with random actions, in this process and in workers, and runs Gymnasium's own
 check_env. Observations must be members of their space. Two envs of one process must give the same data as
 each alone, so they may not share state, such as a global variable. Violations are reported as FAIL (exit
-code 1). Gymnasium's warnings, workers that import JAX, and states that cannot be saved are reported, but do
-not fail the check. Actions are legal if the env has a mask of legal ones (--mask-info).
+code 1). Gymnasium's warnings, workers that import JAX, and states that cannot be saved or resumed in another
+process are reported, but do not fail the check. Actions are legal if the env has a mask of legal ones
+(--mask-info).
 
 --json prints {"schema": "jaxvec.check/1", "env": TEXT, "kwargs": {…}, "ok": BOOL, "checks": [{"name": TEXT,
 "status": "ok", "FAIL", "warn" or "not run", "reason": TEXT, "warnings": COUNT}]}.

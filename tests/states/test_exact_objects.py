@@ -543,6 +543,46 @@ def test_an_env_that_depends_on_the_order_of_a_set_is_refused():
         prove(StatefulEnv(Choosing(iter)), fresh=True)
 
 
+KEPT = {  # what keeps the items, and how the set is read from that
+    "set": (set, lambda kept: kept),
+    "frozenset": (frozenset, lambda kept: kept),
+    "set in a list": (lambda items: [set(items)], lambda kept: kept[0]),
+    "frozenset in a tuple": (lambda items: (1, frozenset(items)), lambda kept: kept[1]),
+    "frozenset as a key": (lambda items: {frozenset(items): 0}, lambda kept: next(iter(kept))),
+    "set with an object": (
+        lambda items: {Thing(x=0), *items},
+        lambda kept: [item for item in kept if isinstance(item, str)],
+    ),
+    "view of a dict from a set": (set, lambda kept: dict.fromkeys(kept).keys()),
+}
+
+
+class Walking(gymnasium.Env):
+    """Observes the order of a set that it keeps, or of its sorted items."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = spaces.Discrete(5)
+
+    def __init__(self, kind, n, order):
+        self.names, self.kind, self.order = [f"room {k}" for k in range(n)], kind, order
+        self.kept = KEPT[kind][0](self.names)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1), {}
+
+    def step(self, action):
+        places = [self.names.index(name) for name in self.order(KEPT[self.kind][1](self.kept))]
+        return np.array([float(sum(9**n * place for n, place in enumerate(places)))]), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("n", [5, 9])
+def test_an_env_that_walks_a_set_of_texts_is_refused(kind, n):
+    prove(StatefulEnv(Walking(kind, n, sorted)), fresh=True)
+    with pytest.raises(jaxvec.EnvStateError, match="obs differs.* in the order of a set"):
+        prove(StatefulEnv(Walking(kind, n, iter)), fresh=True)
+
+
 # --- pygame's surfaces -----------------------------------------------------------------------------------
 
 

@@ -156,6 +156,27 @@ class Late(Env):
             self.moves = (each for each in range(9))
         return super().step(action)
 
+class Walking(Env):
+    """Observes the order of a set of texts that it keeps."""
+    def reset(self, *, seed=None, options=None):
+        self.names = {f"name {n}" for n in range(9)}
+        return super().reset(seed=seed)
+    def places(self):
+        return [int(name[5:]) for name in self.names]
+    def step(self, action):
+        obs, *others = super().step(action)
+        number = sum(9**n * place for n, place in enumerate(self.places()))
+        return (number % np.array([251, 241, 239, 233])).astype(np.uint8), *others
+
+class WalkingViews(Walking):
+    """Keeps a dict, and walks the intersection of its keys with others, which is a set."""
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.names = dict.fromkeys(sorted(self.names))
+        return obs, info
+    def places(self):
+        return [int(name[5:]) for name in self.names.keys() & {*self.names}]
+
 class OnlyOne(Env):
     """Stands for a simulator that a process can have once."""
     exists = False
@@ -447,11 +468,18 @@ def test_check_takes_legal_numbers_from_the_masks_of_a_multi_discrete_action(run
 
 
 @pytest.mark.parametrize(
-    ("env", "said"), [("Late", r"attribute Late\.moves"), ("InJax", "Each worker imports JAX")]
+    ("env", "said"),
+    [
+        ("Late", r"attribute Late\.moves"),
+        ("InJax", "Each worker imports JAX"),
+        ("Walking", r"obs differs\. .*in the order of a set"),
+        ("WalkingViews", r"obs: in another process, which got the state, the env returned [\s\S]*sort it"),
+    ],
 )
-def test_check_warns_of_late_locks_and_of_jax(run, env, said):
+def test_check_warns_of_jax_and_of_states_that_are_not_exact(run, env, said):
     code, out, _ = run("check", f"my_package.envs:{env}")
     assert code == 0
+    assert "its states can be saved" in out
     assert re.search(rf"(?m)^warn (?s:.*){said}", out)
 
 

@@ -281,11 +281,17 @@ def reordered(value: Any) -> Any:
     That order depends on the history of a set, which no copy repeats. The proof restores sets in another
     order, so that it fails for an env that depends on it.
     """
-    made = type(value)(reversed([*value]))
-    if isinstance(made, set):
-        strangers = {object() for _ in range(8 * len(value) + 8)}
-        made.update(strangers)  # makes its table larger
-        made.difference_update(strangers)
+    made = value
+    for growth in (2, 4, 6):
+        # CPython gives a copy of `n` items, a power of two, `4 * n` slots, and keeps these while items are
+        # removed. With other numbers, it may make the table small again.
+        size = 1 << (len(value).bit_length() + growth)
+        others = [object() for _ in range(size - len(value))]
+        made = type(value)({*others, *reversed([*value])}).difference(iter(others))
+        if type(made) is not type(value):
+            made = type(value)(made)
+        if [*map(id, made)] != [*map(id, value)]:
+            break
     return made
 
 
