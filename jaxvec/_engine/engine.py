@@ -137,6 +137,7 @@ class EngineConfig:
     all_at_once: bool  # the envs are batched: a step or a send has all of them
     ends_need_reset: bool  # without autoreset, an env must be reset after each episode
     timeout: float | None  # seconds that a step may take; when C++ has waited that long, Python takes over
+    first_generation: int = 0  # of all envs
 
 
 class MoveResult(NamedTuple):  # a frozen dataclass would cost half a microsecond of each step
@@ -160,8 +161,11 @@ class Engine(ABC):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._pending_envs = config.pending_envs
-        # Moves of each env so far, `[num_envs]`; a fresh handle has equal numbers.
-        self.generation: NDArray[np.uint32] = np.zeros(len(self._pending_envs.needs_reset), np.uint32)
+        self.first_generation: np.uint32 = np.uint32(config.first_generation)
+        # First generation plus the moves of each env so far, `[num_envs]`; a fresh handle has equal numbers.
+        self.generation: NDArray[np.uint32] = np.full(
+            len(self._pending_envs.needs_reset), self.first_generation
+        )
         self._num_served_here = 0  # successful calls of compiled programs that came through Python
         self._fast_path_closed = False
         self._process = os.getpid()  # a fork must not move envs

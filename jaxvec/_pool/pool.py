@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,9 @@ class Pool:
                 all_at_once=all_at_once,
                 ends_need_reset=ends_need_reset,
                 timeout=timeouts.step,
+                # So a handle from a checkpoint of another process is stale, even after equally many calls. A
+                # random pool id would do as well, but it is a constant in the programs that JAX caches.
+                first_generation=secrets.randbits(31),
             )
         )
         self.finalizer: PoolFinalizer = PoolFinalizer(workers, self.engine)

@@ -52,7 +52,8 @@ def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
     if pool is None:
         raise PoolClosedError(
             f"there is no pool {pool_id}: its VectorEnv was garbage collected, or belongs to another "
-            "process; keep the VectorEnv alive for as long as its handles are used"
+            "process; keep the VectorEnv alive for as long as its handles are used. In checkpoints, keep the "
+            "bytes of envs.pack_states() instead of a handle"
         )
     if fingerprint != pool.spec.fingerprint:
         raise StaleHandleError(

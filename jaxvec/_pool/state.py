@@ -45,6 +45,11 @@ from jaxvec._workers.base import WorkerGroup
 _BROKEN_CLOSE_TIMEOUT = 1.0  # seconds that close() gives the envs of a broken pool
 _RELEASE_TIMEOUT = 1.0  # seconds that close() waits for other threads once the workers are gone
 
+_FOREIGN_HANDLE = (
+    "the handle was made by another process, and only refers to the envs of that process. Start with "
+    "jaxvec.reset(envs). In checkpoints, keep the bytes of envs.pack_states() instead of a handle"
+)
+
 
 class PoolFinalizer:
     """Closes a pool once."""
@@ -200,12 +205,15 @@ class PoolState:
                     "give each instance a handle to different envs"
                 )
             case Status.STALE:
-                now = engine.generation[env_ids]
-                stale = int(np.flatnonzero(now != generation)[0])
                 assert generation is not None
+                latest_calls = engine.generation[env_ids] - engine.first_generation
+                calls = generation - engine.first_generation
+                stale = int(np.flatnonzero(calls != latest_calls)[0])
+                if calls[stale] > latest_calls[stale]:
+                    raise StaleHandleError(_FOREIGN_HANDLE)
                 raise StaleHandleError(
-                    f"stale handle: it is from call {generation[stale]} to env {env_ids[stale]} of pool "
-                    f"{self._pool_id}, but the latest is call {now[stale]}, by "
+                    f"stale handle: it is from call {calls[stale]} to env {env_ids[stale]} of pool "
+                    f"{self._pool_id}, but the latest is call {latest_calls[stale]}, by "
                     f"{name_caller(engine.last_caller)}. A handle can be used once, like a donated buffer: "
                     "pass on the handle returned by the latest call. After a call on the host, start again "
                     "with jaxvec.reset(envs). To reset within a program that steps, use jaxvec.reset(handle)"
@@ -219,7 +227,7 @@ class PoolState:
                 )
             case Status.NEEDS_RESET:
                 waiting = env_ids[pending_envs.needs_reset[env_ids]].tolist()
-                fresh = not engine.generation.any()
+                fresh = (engine.generation == engine.first_generation).all()
                 why = "have not been reset" if fresh else "have ended their episode or were never reset"
                 raise ResetNeededError(
                     f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "

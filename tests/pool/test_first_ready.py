@@ -251,7 +251,7 @@ def test_one_thread_sends_while_another_receives(make, tmp_path):
     got = []
     receiver = threading.Thread(target=lambda: got.append(envs.recv().info["env_id"].tolist()))
     receiver.start()
-    while probe.engine(envs).generation[0] < 4:  # until the receiver waits
+    while probe.num_moves(envs)[0] < 4:  # until the receiver waits
         threading.Event().wait(0.001)
     envs.send([0], [1])  # is not held up by it
     (tmp_path / "open").touch()

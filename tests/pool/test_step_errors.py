@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from support import probe
+from support.scripts import run_python
 from test_steps import ONES, envs, pool, pool_moves, raises, scan  # noqa: F401
 
 import jaxvec
@@ -43,7 +45,7 @@ STALE = r"(?s)stale handle.*call {}\b.*call {}\b"
 def test_a_handle_used_twice_is_refused_with_both_counts(envs, verb, jit):
     call = jax.jit(verb) if jit else verb
     handle, _ = jaxvec.reset(envs)
-    count = int(handle.token[0, 2])
+    count = probe.num_moves(envs, handle.token[:, 2])[0]
     newer, _ = call(handle)
     with pool_moves(envs), raises(envs, jaxvec.StaleHandleError, STALE.format(count, count + 1)):
         call(handle)
@@ -55,12 +57,56 @@ def test_a_handle_used_twice_is_refused_with_both_counts(envs, verb, jit):
 def test_stepping_on_the_host_makes_handles_stale_and_is_named(envs, jit):
     handle, _ = jaxvec.reset(envs)
     envs.step(np.ones(3, int))
-    count = int(handle.token[0, 2])
+    count = probe.num_moves(envs, handle.token[:, 2])[0]
     stale = STALE.format(count, count + 1) + ".*VectorEnv.step on the host"
     with pool_moves(envs), raises(envs, jaxvec.StaleHandleError, stale):
         (jax.jit(step) if jit else step)(handle)
     with pool_moves(envs, steps=1, resets=1):
         step(jaxvec.reset(envs)[0])
+
+
+CHECKPOINT = """
+import pathlib, pickle, sys
+import cloudpickle, flax.serialization, jax, jaxvec
+from jaxvec.testing import CountingEnv
+
+folder = pathlib.Path(sys.argv[2])
+step = jax.jit(jaxvec.step) if sys.argv[3] == "jit" else jaxvec.step
+formats = {"pickle": pickle, "cloudpickle": cloudpickle}
+with jaxvec.make(CountingEnv, 2, backend="serial") as envs:
+    handle, timestep = step(jaxvec.reset(envs, seed=0)[0], jax.numpy.zeros(2, int))
+    if sys.argv[1] == "save":
+        for name, module in formats.items():
+            (folder / name).write_bytes(module.dumps((handle, timestep.obs)))
+        (folder / "flax").write_bytes(flax.serialization.to_bytes(jax.tree.leaves((handle, timestep.obs))))
+    else:
+        states = [module.loads((folder / name).read_bytes()) for name, module in formats.items()]
+        tree = jax.tree.structure((handle, timestep.obs))
+        leaves = jax.tree.leaves((handle, timestep.obs))
+        restored = flax.serialization.from_bytes(leaves, (folder / "flax").read_bytes())
+        for foreign, _ in [*states, jax.tree.unflatten(tree, restored)]:
+            assert foreign.token[0, 0] == handle.token[0, 0]
+            for call in (lambda: step(foreign, jax.numpy.zeros(2, int)), lambda: jaxvec.reset(foreign)):
+                try:
+                    jax.block_until_ready(call())
+                except (RuntimeError, jaxvec.JaxvecError) as error:
+                    assert "made by another process" in str(error), error
+                    assert "envs.pack_states()" in str(error), error
+                    print("refused")
+        assert envs.get_attr("steps") == (1, 1)
+        own = pickle.loads(pickle.dumps(handle))
+        jax.block_until_ready(step(own, jax.numpy.zeros(2, int)))
+"""
+
+
+@pytest.mark.parametrize("jit", ["eager", "jit"])
+def test_a_handle_from_a_checkpoint_of_another_process_is_refused(tmp_path, jit):
+    """Even after equally many calls: the envs would go on from another observation than the program."""
+    pytest.importorskip("flax")
+    script = tmp_path / "program.py"
+    script.write_text(CHECKPOINT)
+    for mode, output in (("save", ""), ("load", "refused\n" * 6)):
+        assert run_python(str(script), mode, str(tmp_path), jit).stdout == output
 
 
 def test_debug_nans_is_named_as_the_cause_of_a_stale_handle(envs):

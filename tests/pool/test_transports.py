@@ -158,7 +158,7 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     monkeypatch.setattr(pool.Pool, "end", None)
     ours = program(handles[0])
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
-    assert probe.engine(envs).generation.tolist() == [21] * 3
+    assert probe.num_moves(envs) == [21] * 3
 
 
 @pytest.mark.usefixtures("patient_programs")
@@ -356,7 +356,7 @@ def test_a_program_returns_when_its_steps_are_done(make):
     x = jnp.ones((2, 256))
     for n in range(1, 4):
         handle, x = program(handle, x)
-        assert probe.engine(envs).generation.tolist() == [1 + 300 * n] * 2
+        assert probe.num_moves(envs) == [1 + 300 * n] * 2
 
 
 def test_close_ends_a_program_in_another_thread(make):
@@ -374,7 +374,7 @@ def test_close_ends_a_program_in_another_thread(make):
 
     thread = threading.Thread(target=run)
     thread.start()
-    while probe.engine(envs).generation[0] < 100:
+    while probe.num_moves(envs)[0] < 100:
         began.wait(0.01)
     envs.close()
     thread.join(disasters.PATIENCE)

@@ -67,6 +67,13 @@ def engine(envs: jaxvec.VectorEnv | Pool) -> Engine:
     return _pool(envs).engine
 
 
+def num_moves(envs: jaxvec.VectorEnv | Pool, generation: Any = None) -> list[int]:
+    """Returns the number of moves of each env so far or, given its generation, until a handle was made."""
+    if generation is None:
+        generation = engine(envs).generation
+    return (generation - engine(envs).first_generation).tolist()
+
+
 def pending_envs(envs: jaxvec.VectorEnv | Pool) -> PendingEnvs:
     return _pool(envs).pending_envs
 

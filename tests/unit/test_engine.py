@@ -197,10 +197,13 @@ class EngineMachine(RuleBasedStateMachine):
         for leaf, one, other in zip(self.pool.spec.timestep_leaves, found, expected, strict=True):
             np.testing.assert_array_equal(one, np.array(other), err_msg=str(leaf.path))
 
+    def generation(self, counts):
+        return counts.astype(np.uint32) + self.pool.engine.first_generation
+
     def handle(self, verb, slots):
         """Returns a move by a fresh handle."""
         slots = np.array(slots)
-        return Move(verb, slots, self.counts[slots].astype(np.uint32), Caller.PROGRAM)
+        return Move(verb, slots, self.generation(self.counts[slots]), Caller.PROGRAM)
 
     def stored(self, actions):
         """Returns actions as the pool takes them."""
@@ -300,7 +303,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         def drive(part):
             for turn in range(times):
-                generation = (before[part] + turn).astype(np.uint32)
+                generation = self.generation(before[part] + turn)
                 found = self.pool.step(
                     Move(Verb.STEP, part, generation, Caller.PROGRAM), self.stored(part % END)
                 )
@@ -412,7 +415,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.rules_played += 1
         if not self.broken:
-            assert self.pool.engine.generation[self.pool.all].tolist() == self.counts.tolist()
+            assert (self.pool.engine.generation == self.generation(self.counts)).all()
             assert probe.pending_envs(self.pool).sent.tolist() == self.sent
 
     def teardown(self):
