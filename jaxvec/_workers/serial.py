@@ -41,7 +41,12 @@ from jaxvec._workers.protocol import WorkerRecipe
 
 T = TypeVar("T")
 _SMALLEST_NORMAL = sys.float_info.min
-_libm = ctypes.CDLL(None)  # has `fegetenv` and `fesetenv` of <fenv.h>
+_FLOAT_STATE = 64  # bytes, more than any `fenv_t` has
+# Functions of <fenv.h>, called with the GIL and with addresses. That is the fastest way: three run per step.
+_libm = ctypes.PyDLL(None)
+_read_floats = _libm.fegetenv
+_write_floats = _libm.fesetenv
+_read_floats.argtypes = _write_floats.argtypes = (ctypes.c_void_p,)
 
 
 class _HostThread:
@@ -55,8 +60,13 @@ class _HostThread:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._flushes = _flushes_denormals()
-        self._floats = _float_state()
         self._context = copy_context()
+        # Floating-point states: first this thread's, then that of the thread which calls `run`. The pool lets
+        # one thread at a time call it.
+        self._memory = ctypes.create_string_buffer(2 * _FLOAT_STATE)
+        self._own_floats = ctypes.addressof(self._memory)
+        self._floats_of_caller = self._own_floats + _FLOAT_STATE
+        _read_floats(self._own_floats)
 
     def run(self, call: Callable[..., T], *args: Any) -> T:
         """Calls a function in this state, and restores that of the calling thread."""
@@ -66,18 +76,12 @@ class _HostThread:
                 return call(*args)
         else:
             call = partial(self._context.run, call)
-        floats = _float_state()
-        _libm.fesetenv(self._floats)
+        _read_floats(self._floats_of_caller)
+        _write_floats(self._own_floats)
         try:
             return call(*args)
         finally:
-            _libm.fesetenv(floats)
-
-
-def _float_state() -> Any:
-    state = ctypes.create_string_buffer(64)  # larger than any `fenv_t`
-    _libm.fegetenv(state)
-    return state
+            _write_floats(self._floats_of_caller)
 
 
 def _flushes_denormals() -> bool:
