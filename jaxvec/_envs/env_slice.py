@@ -202,14 +202,11 @@ class EnvSlice(Slice):
             slot = self.running[0] - 1
             place = indices.index(slot - self.first)
             self._count_steps(place)
-            if isinstance(error, EnvFailure):  # a reset has failed, so no step is lost
-                failure = error
-            else:
+            failure = error if isinstance(error, EnvFailure) else EnvFailure(slot, "step", actions[place])
+            if failure is not error:  # else a reset has failed, so no step is lost
                 self.episodes.lose(slot - self.first)
-                failure = EnvFailure(slot, "step", actions[place])
-                failure.__cause__ = error
             failure.completed = slots[:place].tolist()
-            raise failure from failure.__cause__
+            raise failure from failure.__cause__ or error
         self._count_steps(len(indices))
         self.running[0] = 0
 
