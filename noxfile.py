@@ -283,6 +283,7 @@ def extras(session: nox.Session) -> None:
         "tests/docs/test_ppo.py::test_mujoco_trains_with_scaled_rewards",
         may_skip=may_skip,
     )
+    pytest(session, "--slow", *files("pool", "gallery"), may_skip=r"^not installed|not beside the tests")
     print_versions(session)
 
 

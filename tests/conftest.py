@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -26,7 +27,7 @@ import jaxvec
 
 pytest.register_assert_rewrite("support")
 from support import disasters, scripts  # noqa: E402
-from support.probe import connections, fork, lifeline, native_engine, process, usable_cores  # noqa: E402
+from support.probe import _ffi, connections, fork, lifeline, native_engine, process, usable_cores  # noqa: E402
 
 # No time limits, as the machine may be busy.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -248,6 +249,14 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=["ffi", "io_callback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Parametrises a test over the transports of compiled programs."""
+    if request.param == "ffi" and _ffi.reason_unavailable() is not None:
+        pytest.skip(str(_ffi.reason_unavailable()))
+    return request.param
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
     """Parametrises a test over the CPU and, if there is one, a GPU as JAX's default device."""
@@ -259,15 +268,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
 @pytest.fixture
 def make() -> Iterator[object]:
     """Yields `disasters.make`, and closes the pools that it made."""
-    made: list[jaxvec.VectorEnv] = []
 
     def make(*args: object, **kwargs: object) -> jaxvec.VectorEnv:
-        made.append(disasters.make(*args, **{"start_timeout": disasters.PATIENCE} | kwargs))
-        return made[-1]
+        return disasters.make(*args, **{"start_timeout": disasters.PATIENCE} | kwargs)
 
-    yield make
-    for envs in made:
-        envs.close()
+    with disasters.closing_all(make) as make_and_remember:
+        yield make_and_remember
 
 
 @pytest.fixture(params=disasters.WAYS, ids=str)
@@ -292,12 +298,5 @@ def no_jax_log(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def drive(way: disasters.Way, no_jax_log: None) -> Iterator[object]:
     """Yields `drive(env, num_envs, **kwargs)`, which makes a pool that is driven this way, and closes it."""
-    made: list[disasters.Driver] = []
-
-    def drive(*args: object, **kwargs: object) -> disasters.Driver:
-        made.append(disasters.Driver(way, *args, **kwargs))
-        return made[-1]
-
-    yield drive
-    for driver in made:
-        driver.close()
+    with disasters.closing_all(partial(disasters.Driver, way)) as drive:
+        yield drive

@@ -289,15 +289,6 @@ def python(source):
     return done.stdout + done.stderr
 
 
-def test_the_adapter_imports_no_jax():
-    assert python("import jaxvec, sys; jaxvec.adapters.dm_env; print('jax' in sys.modules)") == "False\n"
-
-
-def test_without_dm_env_the_error_says_what_to_install():
-    said = python("import sys; sys.modules['dm_env'] = None; import jaxvec; jaxvec.adapters.dm_env")
-    assert 'ImportError: jaxvec.adapters.dm_env needs dm_env: pip install "dm-env>=' in said
-
-
 # --- dm_control ------------------------------------------------------------------------------
 
 needs_dm_control = pytest.mark.skipif(

@@ -13,7 +13,6 @@ import pytest
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from support.pettingzoo_by_hand import assert_jitted_steps_are_those_by_hand, sample_actions, scan
-from support.scripts import run_python
 
 import jaxvec
 from jaxvec.testing import CountingEnv, check_env
@@ -339,20 +338,6 @@ def test_text_is_padded_also_for_agents_that_are_gone(make):
     assert adapter._zeros("seer") == ""
     envs = make(lambda: PettingZooEnv(Talking(FATES["early"])), 2)
     assert {leaf.path[-1] for leaf in envs.spec.timestep_leaves} >= {"chars", "length"}
-
-
-def python(source):
-    done = run_python("-c", source)
-    return done.stdout + done.stderr
-
-
-def test_the_adapter_imports_no_jax():
-    assert "False" in python("import jaxvec, sys; jaxvec.adapters.pettingzoo; print('jax' in sys.modules)")
-
-
-def test_without_pettingzoo_the_error_says_what_to_install():
-    said = python("import sys; sys.modules['pettingzoo'] = None; import jaxvec; jaxvec.adapters.pettingzoo")
-    assert 'ImportError: jaxvec.adapters.pettingzoo needs pettingzoo: pip install "pettingzoo>=' in said
 
 
 @pytest.mark.parametrize("answer", [None, KeyError])

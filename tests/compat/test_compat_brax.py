@@ -14,6 +14,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from support import probe
+from support.disasters import closing_all
 
 import jaxvec
 from jaxvec.compat import brax as face
@@ -48,15 +49,8 @@ def no_brax(monkeypatch):
 
 @pytest.fixture
 def make():
-    made = []
-
-    def make(env=CountingEnv, **kwargs):
-        made.append(face.make(env, **kwargs))
-        return made[-1]
-
-    yield make
-    for env in made:
-        env.close()
+    with closing_all(lambda env=CountingEnv, **kwargs: face.make(env, **kwargs)) as make:
+        yield make
 
 
 class BoxEnv(CountingEnv):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from support.disasters import closing_all
 
 import jaxvec
 from jaxvec import testing
@@ -37,15 +38,12 @@ def _needs_ale():
 @pytest.fixture
 def make():
     """Yields `make` of serial pools, closed after the test."""
-    made = []
 
     def make(task_id, env_type="gymnasium", **kwargs):
-        made.append(envpool.make(task_id, env_type, **{"backend": "serial", **kwargs}))
-        return made[-1]
+        return envpool.make(task_id, env_type, **{"backend": "serial", **kwargs})
 
-    yield make
-    for env in made:
-        env.close()
+    with closing_all(make) as make_and_remember:
+        yield make_and_remember
 
 
 def counting(episode_length=None, **kwargs):

@@ -19,7 +19,7 @@ from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
 from hypothesis import given
 from hypothesis import strategies as st
-from support.disasters import GatedEnv
+from support.disasters import GatedEnv, RaisingEnv, closing_all
 
 import jaxvec
 from jaxvec.compat.gymnasium import AsyncVectorEnv, SyncVectorEnv, batch, vector_entry_point
@@ -36,15 +36,9 @@ CLASSES = {
 @pytest.fixture(params=CLASSES)
 def face(request):
     """Makes vector envs that are closed in the end."""
-    made = []
-
-    def make(env_fns, **kwargs):
-        made.append(CLASSES[request.param](env_fns, **kwargs))
-        return made[-1]
-
-    yield make
-    for envs in made:
-        envs.close(**({} if request.param == "sync" else {"terminate": True}))
+    options = {} if request.param == "sync" else {"terminate": True}
+    with closing_all(CLASSES[request.param], **options) as make:
+        yield make
 
 
 class Duck:
@@ -352,15 +346,9 @@ def test_what_is_no_observation_is_never_overwritten(face):
 
 
 def test_a_fault_is_gone_on_from_if_asked(face):
-    class Failing(CountingEnv):
-        def step(self, action):
-            if action == 9:
-                raise KeyError("my own")
-            return super().step(action)
-
-    envs = face([Failing] * 2, on_fault="restart", autoreset_mode="SameStep")
+    envs = face([RaisingEnv] * 2, on_fault="restart", autoreset_mode="SameStep")
     envs.reset()
-    _, reward, _, truncated, info = envs.step([9, 1])
+    _, reward, _, truncated, info = envs.step([7, 1])
     assert (reward.tolist(), truncated.tolist()) == ([0, 1], [True, False])
     assert info["fault"].tolist() == info["_fault"].tolist() == [True, False]
     _, _, _, _, info = envs.step([1, 1])

@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support.disasters import closing_all
 
 from jaxvec.testing import CountingEnv
 
@@ -37,15 +38,8 @@ CLASSES = {
 @pytest.fixture(params=CLASSES)
 def face(request):
     """Makes vector envs that are closed in the end."""
-    made = []
-
-    def make(env_fns, **kwargs):
-        made.append(CLASSES[request.param](env_fns, **kwargs))
-        return made[-1]
-
-    yield make
-    for envs in made:
-        envs.close()
+    with closing_all(CLASSES[request.param]) as make:
+        yield make
 
 
 class StructuredEnv(CountingEnv):

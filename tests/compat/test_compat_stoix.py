@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
+from support.disasters import closing_all
 
 import jaxvec
 from jaxvec.compat.stoix import EnvFactory, register
@@ -37,15 +38,8 @@ def stoa():
 
 @pytest.fixture
 def make(stoa):
-    made = []
-
-    def make(*args, num_envs=2, **kwargs):
-        made.append(EnvFactory(*args, **kwargs)(num_envs))
-        return made[-1]
-
-    yield make
-    for env in made:
-        env.close()
+    with closing_all(lambda *args, num_envs=2, **kwargs: EnvFactory(*args, **kwargs)(num_envs)) as make:
+        yield make
 
 
 def test_time_steps_are_stoa_s_and_autoreset_is_same_step(make, stoa):

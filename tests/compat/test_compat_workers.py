@@ -1,4 +1,4 @@
-"""No compatibility API makes a worker import JAX, which takes seconds and memory in each of them."""
+"""No compatibility API or adapter makes a worker import JAX, which takes seconds and memory in each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 
 import gymnasium
 import pytest
+from support.scripts import run_python
 
 from jaxvec.compat import brax, envpool, gymnax
 from jaxvec.compat.gymnasium import AsyncVectorEnv, vector_entry_point
@@ -66,6 +67,22 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("adapters.dm_env", "dm_env"),
+        ("adapters.mlagents", "numpy"),
+        ("adapters.pettingzoo", "pettingzoo"),
+        ("cli._bench", "numpy"),
+    ],
+)
+def test_what_workers_import_imports_no_jax(module, package):
+    pytest.importorskip(package)
+    done = run_python("-c", f"import sys, jaxvec.{module}; print('jax' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")  # of Brax's imports
 @pytest.mark.parametrize(("start", "task"), CASES)
 def test_workers_of_compat_apis_do_not_import_jax(start, task):
     if task == ATARI:

@@ -28,7 +28,7 @@ class Checkout:
 
     repository: str
     revision: str
-    needs: tuple[str, ...]
+    needs: str
     file: str
     page: str
 
@@ -55,13 +55,13 @@ class Checkout:
             return f"{self.variable} names no checkout of https://github.com/{self.repository}"
         if not (self.folder / self.file).is_file():
             return f"{self.variable}: there is no {self.folder / self.file}"
-        absent = [need for need in self.needs if not _installed(re.split(r"[=<>]", need)[0])]
+        absent = [need for need in self.needs.split() if not _installed(re.split(r"[=<>]", need)[0])]
         return f"{self.name} needs {', '.join(absent)}: not installed" if absent else ""
 
     @property
     def install(self) -> str:
         """The line that installs what its programs import."""
-        return f"pip install {' '.join(self.needs)}"
+        return f"pip install {self.needs}"
 
     @property
     def recipe(self) -> str:
@@ -86,22 +86,14 @@ class Checkout:
 CLEANRL = Checkout(
     "vwxyzjn/cleanrl",
     "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
-    (
-        "jax==0.10.2",
-        "flax==0.12.8",
-        "optax==0.2.8",
-        "gym==0.23.1",
-        "tyro==1.0.17",
-        "ale-py",
-        "opencv-python-headless",
-    ),
+    "jax==0.10.2 flax==0.12.8 optax==0.2.8 gym==0.23.1 tyro==1.0.17 ale-py opencv-python-headless",
     "cleanrl/ppo_atari_envpool_xla_jax.py",
     "envpool.md",
 )
 GYMNASIUM = Checkout(
     "Farama-Foundation/Gymnasium",
     "v1.4.0",
-    ("gymnasium==1.4.0", "moviepy"),
+    "gymnasium==1.4.0 moviepy",
     "tests/vector/test_async_vector_env.py",
     "gymnasium.md",
 )
@@ -109,18 +101,8 @@ PUREJAXQL = Checkout(
     "mttga/purejaxql",
     "47af6d7b35c89ddfe633aaf7341bdb8964cb7cce",
     (
-        "jax==0.10.2",
-        "flax==0.12.8",
-        "optax==0.2.8",
-        "gym==0.23.1",
-        "gymnax==0.0.9",
-        "six",
-        "hydra-core",
-        "omegaconf",
-        "safetensors",
-        "wandb",
-        "ale-py",
-        "opencv-python-headless",
+        "jax==0.10.2 flax==0.12.8 optax==0.2.8 gym==0.23.1 gymnax==0.0.9 six hydra-core omegaconf "
+        "safetensors wandb ale-py opencv-python-headless"
     ),
     "purejaxql/pqn_atari.py",
     "gymnax.md",
@@ -128,23 +110,14 @@ PUREJAXQL = Checkout(
 PUREJAXRL = Checkout(
     "luchris429/purejaxrl",
     "31756b197773a52db763fdbe6d635e4b46522a73",
-    (
-        "jax==0.10.2",
-        "flax==0.12.8",
-        "optax==0.2.8",
-        "gymnax==0.0.9",
-        "six",
-        "distrax==0.1.9",
-        "tfp-nightly",
-        "brax==0.14.2",
-    ),
+    ("jax==0.10.2 flax==0.12.8 optax==0.2.8 gymnax==0.0.9 six distrax==0.1.9 tfp-nightly brax==0.14.2"),
     "purejaxrl/ppo.py",
     "gymnax.md",
 )
 STABLE_BASELINES3 = Checkout(
     "DLR-RM/stable-baselines3",
     "e05d2dbe6eda0acd0ef2e316e3e4065677add3eb",
-    ("stable-baselines3",),
+    "stable-baselines3",
     "tests/test_vec_envs.py",
     "stable_baselines3.md",
 )
@@ -152,20 +125,9 @@ STOIX = Checkout(
     "EdanToledo/Stoix",
     "8fff19c94a478c1e1ff75fbf10396d488aa25d70",
     (
-        "jax==0.10.2",
-        "flax==0.12.8",
-        "optax==0.2.8",
-        "stoa-env==0.1.2",
-        "distrax==0.1.9",
-        "tfp-nightly",
-        "flashbax==0.1.3",
-        "rlax==0.1.9",
-        "jumanji==1.1.2",
-        "hydra-core",
-        "colorama",
-        "tensorboard-logger",
-        "wandb",
-        "pandas",
+        "jax==0.10.2 flax==0.12.8 optax==0.2.8 stoa-env==0.1.2 distrax==0.1.9 tfp-nightly "
+        "flashbax==0.1.3 rlax==0.1.9 jumanji==1.1.2 hydra-core colorama tensorboard-logger wandb "
+        "pandas"
     ),
     "stoix/utils/make_env.py",
     "gymnax.md",

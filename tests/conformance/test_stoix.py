@@ -11,7 +11,6 @@ import importlib
 import io
 import os
 import re
-import subprocess
 import sys
 import warnings
 
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 from checkouts import PAGES, STOIX
 from gymnasium.envs.classic_control import CartPoleEnv
+from support.scripts import run_python
 
 from jaxvec.compat.stoix import EnvFactory
 
@@ -127,14 +127,8 @@ SETTINGS = [
 def test_stoix_s_sebulba_ppo_trains_on_envs_of_a_registered_name(tmp_path):
     (tmp_path / "shims.py").write_text(STOIX.shims)
     path = [str(tmp_path), str(STOIX.folder), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "stoix/systems/ppo/sebulba/ff_ppo.py", *SETTINGS],
-        cwd=STOIX.folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "JAX_PLATFORMS": "cpu"}
+    program = "stoix/systems/ppo/sebulba/ff_ppo.py"
+    done = run_python("-c", PROGRAM, program, *SETTINGS, cwd=STOIX.folder, env=env, timeout=280)
     assert done.returncode == 0, done.stderr
     assert re.search(r"final episode return of \d", done.stdout), done.stdout

@@ -383,17 +383,6 @@ def test_convolutions_on_the_cpu_equal_those_of_jax():
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.nightly
-def test_ppo_stops_when_told():
-    options = "--num-envs 8 --num-workers 2 --num-steps 16 --total-steps 100000 --stop-at 15 --name a"
-    result = ppo.main(options.split())
-    curve = column("runs/a", "episode_return")
-    assert result.env_steps == len(curve) * 128 < 100_000
-    assert result.latest("episode_return") == pytest.approx(curve[-1])
-    assert curve[-1] >= 15
-    assert not any(mean >= 15 for mean in curve[:-1])
-
-
 def test_mujoco_trains_with_scaled_rewards(capsys):
     pytest.importorskip("mujoco", reason="mujoco is not installed")
     result = ppo_mujoco.main([*SMALL, "--num-epochs", "2", "--total-steps", "128", "--name", "a"])
@@ -409,28 +398,6 @@ def test_ppo_films_envs(env):
     assert not list(Path("runs/a/videos").glob("env_1*"))
     ppo.main(["--evaluate", "runs/a"])
     assert len(list(Path("runs/a/videos").glob("evaluation_*"))) == 1
-
-
-OWN = """
-import gymnasium
-from gymnasium.envs.classic_control import CartPoleEnv
-
-gymnasium.register("Own-v0", CartPoleEnv, max_episode_steps=20)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("films", [0, 1])
-def test_ppo_trains_an_env_that_a_module_registers(films, monkeypatch, tmp_path):
-    if films:
-        pytest.importorskip("moviepy", reason="moviepy is not installed")
-    (tmp_path / "own_module.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    small = [*SMALL, "--total-steps", "64", "--video", str(films), "--name", "a"]
-    result = ppo.main([*small, "--env", "own_module:Own-v0"])
-    assert result.env_steps == 64
-    del sys.modules["own_module"]
-    del gymnasium.registry["Own-v0"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from support.disasters import (
     Background,
     SleepingEnv,
     assert_closes,
+    bad_luck,
     failing,
     in_two_ways,
     wait_until,
@@ -29,8 +30,8 @@ from support.disasters import (
     wait_until_running,
     within,
 )
-from support.probe import _ffi, connections, dispatch, fork, pool_of
-from support.scripts import STEPPING, end, gone, read_pids, run_python, run_script
+from support.probe import connections, dispatch, fork, pool_of
+from support.scripts import STEPPING, gone, read_pids, run_python, run_script
 
 import jaxvec
 from jaxvec.compat.gymnasium import AsyncVectorEnv
@@ -69,10 +70,6 @@ def nothing(driver):
 
 
 STATES = [nothing, error, death, timeout, unnoticed_death, unnoticed_stop]
-
-
-def bad_luck():
-    raise ValueError("bad luck")
 
 
 @pytest.fixture
@@ -295,11 +292,8 @@ except jaxvec.EnvError as error:
 
 
 @pytest.mark.parametrize("end", ["with", "close"])
-@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
 def test_the_error_of_a_program_that_nobody_waits_for_is_raised_at_the_end(tmp_path, transport, end):
     """Over several devices, as on some GPU clients, the call of a program returns before the program ends."""
-    if transport == "ffi" and _ffi.reason_unavailable() is not None:
-        pytest.skip(_ffi.reason_unavailable())
     run = run_python("-c", UNSEEN, tmp_path / "go", transport, end)
     assert run.stdout == "1 bad luck True\n", run.stderr
 
@@ -372,21 +366,17 @@ def test_close_names_the_env_that_fails(make, backend, caplog):
 # --- At the end of a program ------------------------------------------------------------------
 
 
-def finish(script, timeout=200):
-    """Lets a script come to its end; returns what it printed after its workers' pids."""
-    try:
+def run_to_end(*source, **options):
+    """Runs a script; returns its exit code, and what it printed after its workers' pids."""
+    with run_script(*source, **options) as script:
         pids = read_pids(script)
-        out, err = script.communicate(timeout=timeout)
-    finally:
-        end(script)
+        out, err = script.communicate(timeout=200)
     assert gone(pids)
-    return out, err
+    return script.returncode, out, err
 
 
 def test_a_script_that_just_ends_closes_its_pool():
-    script = run_script(then="envs.step(np.zeros(2, int))")
-    assert finish(script) == ("", "")
-    assert script.returncode == 0
+    assert run_to_end(then="envs.step(np.zeros(2, int))") == (0, "", "")
 
 
 REPLACED = """
@@ -401,18 +391,16 @@ print(other.call("pid")[0], flush=True)
 
 def test_script_exit_closes_a_pool_with_a_replaced_worker():
     """That worker's own end, which Python might make before the pool's, must not get in its way."""
-    script = run_script(then=REPLACED)
-    out, err = finish(script)
+    code, out, err = run_to_end(then=REPLACED)
     assert gone([int(out)])
     assert [line for line in err.splitlines() if "recovers from fault" not in line] == []
-    assert script.returncode == 0
+    assert code == 0
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str, indirect=True)
 def test_a_script_that_ends_with_an_error_says_so_once(way):
-    script = run_script("raise ValueError('bad luck')", "driver.step()", way)
-    _, err = finish(script)
-    assert script.returncode == 1
+    code, _, err = run_to_end("raise ValueError('bad luck')", "driver.step()", way)
+    assert code == 1
     assert "env 0 (worker 0) raised ValueError in step" in err or "env 1 (worker 1) raised" in err
     assert err.rstrip().endswith("ValueError: bad luck")
 
@@ -431,9 +419,9 @@ ENDS = {
 @pytest.mark.nightly(but=4)
 def test_a_script_ends_whatever_its_pool_does(way, name):
     step, then = ENDS[name]
-    script = run_script(step, f"try: {then}\nexcept jaxvec.JaxvecError: print('caught', flush=True)", way)
-    out, err = finish(script)
-    assert script.returncode == 0, err
+    then = f"try: {then}\nexcept jaxvec.JaxvecError: print('caught', flush=True)"
+    code, out, err = run_to_end(step, then, way)
+    assert code == 0, err
     assert ("caught" in out) == (name in ("an error", "a death"))
     if way.face != "io_callback":  # where JAX logs a traceback of its own
         cut_off = "close of env 0 (worker 0) was cut off after 5.0 s; close(timeout=None) waits for it\n"
@@ -455,6 +443,5 @@ IN_THREADS = {
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
 def test_a_script_ends_while_a_daemon_thread_steps(way, name):
     step, then = IN_THREADS[name]
-    script = run_script(step, then, way)
-    _, err = finish(script)
-    assert script.returncode == 0, err
+    code, _, err = run_to_end(step, then, way)
+    assert code == 0, err

@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from support.disasters import WAYS, wait_until
 from support.notebooks import finish_cell, kernel, run_cell  # noqa: F401 - a fixture
 from support.probe import _ffi, pool_of
 from support.probe import pool_module as _pool
-from support.scripts import STEPPING, end, gone, read_pids, run_script
+from support.scripts import STEPPING, gone, read_pids, run_python, run_script
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -28,11 +27,11 @@ pytestmark = pytest.mark.jax_version
 
 
 def test_ctrl_c_ends_a_script_with_one_traceback():
-    script = run_script(STEPPING, "envs.step(np.zeros(2, int))", start_new_session=True)
-    pids = read_pids(script)
-    assert script.stdout.readline() == "stepping\n"  # so the parent waits for it, or is about to
-    os.killpg(script.pid, signal.SIGINT)
-    _, err = script.communicate(timeout=200)
+    with run_script(STEPPING, "envs.step(np.zeros(2, int))", start_new_session=True) as script:
+        pids = read_pids(script)
+        assert script.stdout.readline() == "stepping\n"  # so the parent waits for it, or is about to
+        os.killpg(script.pid, signal.SIGINT)
+        _, err = script.communicate(timeout=200)
     assert script.returncode != 0
     assert err.count("Traceback") == 1
     assert err.rstrip().endswith("KeyboardInterrupt")
@@ -68,14 +67,11 @@ def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
 
 def interrupt(way, to, loop):
     """Runs a loop until Ctrl-C; returns the exit code, what was written to stderr, and the workers' pids."""
-    script = run_script(*LOOPS[loop], way, start_new_session=True)
-    try:
+    with run_script(*LOOPS[loop], way, start_new_session=True) as script:
         pids = read_pids(script)
         assert script.stdout.readline() == "stepping\n"
         (os.killpg if to == "group" else os.kill)(script.pid, signal.SIGINT)
         _, err = script.communicate(timeout=200)
-    finally:
-        end(script)
     return script.returncode, err, pids
 
 
@@ -118,14 +114,11 @@ except jaxvec.PoolBrokenError as error:
     print(error, flush=True)
 envs.close()
 """
-    script = run_script(STEPPING, then, start_new_session=True)
-    try:
+    with run_script(STEPPING, then, start_new_session=True) as script:
         script.stdout.readline()
         assert script.stdout.readline() == "stepping\n"
         os.killpg(script.pid, signal.SIGINT)
         out, err = script.communicate(timeout=200)
-    finally:
-        end(script)
     assert "True KeyboardInterrupt" in out
     assert "is broken since an earlier failure" in out
     assert transport == "io_callback" or err == ""  # where JAX logs its own traceback
@@ -169,12 +162,9 @@ os._exit(0)
 
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
 def test_ctrl_c_at_any_block_exit_leaves_a_pool_that_closes(way):
-    script = run_script(then=AT_EVERY_EXIT, way=way)
-    try:
+    with run_script(then=AT_EVERY_EXIT, way=way) as script:
         read_pids(script)
         out, err = script.communicate(timeout=500)
-    finally:
-        end(script)
     assert "closed" in out, err
     assert "hangs" not in out
 
@@ -195,8 +185,7 @@ signal.pause()
 
 
 def test_ctrl_c_while_a_pool_closes_leaves_nothing_behind():
-    script = run_script(then="envs.close()" + SLOW_TO_CLOSE)
-    try:
+    with run_script(then="envs.close()" + SLOW_TO_CLOSE) as script:
         read_pids(script)
         pids = read_pids(script)
         assert [script.stdout.readline() for _ in pids] == ["closing\n"] * 2
@@ -204,8 +193,6 @@ def test_ctrl_c_while_a_pool_closes_leaves_nothing_behind():
         assert script.stdout.readline() == "interrupted True False\n"
         assert gone(pids)
         assert script.poll() is None
-    finally:
-        end(script)
 
 
 CALL_IN_A_THREAD = r"""
@@ -229,14 +216,11 @@ while True:
 
 
 def test_ctrl_c_ends_a_call_in_a_thread_that_gets_no_signals():
-    script = run_script(then="envs.close()" + CALL_IN_A_THREAD)
-    try:
+    with run_script(then="envs.close()" + CALL_IN_A_THREAD) as script:
         read_pids(script)
         assert script.stdout.readline() == "called\n"
         os.kill(script.pid, signal.SIGINT)
         assert script.stdout.readline() == "interrupted\n"
-    finally:
-        end(script)
 
 
 def interrupt_at(n, call):
@@ -381,8 +365,7 @@ print("went on")
 @pytest.mark.nightly(but=2)
 def test_a_handler_of_another_signal_can_end_a_program(nap, transport):
     """As that of SIGTERM does, which schedulers send before they take the machine away."""
-    words = [sys.executable, "-c", OTHER_SIGNAL, str(nap), transport, "exit"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    done = run_python("-c", OTHER_SIGNAL, nap, transport, "exit")
     assert done.returncode == 5, done.stderr
     assert "TypeError" not in done.stderr
 
@@ -390,8 +373,7 @@ def test_a_handler_of_another_signal_can_end_a_program(nap, transport):
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("nap", [0.0, 0.01], ids=["quick envs", "slow envs"])
 def test_a_handler_of_another_signal_runs_while_a_program_does(nap):
-    words = [sys.executable, "-c", OTHER_SIGNAL, str(nap), "auto", "note"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    done = run_python("-c", OTHER_SIGNAL, nap, "auto", "note")
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from gymnasium import spaces
 from support import disasters
 from support.probe import _ffi, _io_callback
+from support.scripts import run_python
 
 import jaxvec
 
@@ -84,14 +83,9 @@ class Wide(gymnasium.Env):
 def test_a_megabyte_passes_while_other_threads_dispatch(transport):
     if transport == "ffi" and _ffi.reason_unavailable():
         pytest.skip(_ffi.reason_unavailable())
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), transport],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    path = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    env = os.environ | {"PYTHONPATH": path}
+    done = run_python("-c", textwrap.dedent(SCRIPT), transport, env=env, timeout=500)
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 

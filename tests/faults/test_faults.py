@@ -42,7 +42,7 @@ from support.disasters import (
     within,
 )
 from support.probe import supervisor_module as supervisor
-from support.scripts import end, run_python, run_script
+from support.scripts import run_python, run_script
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -102,7 +102,7 @@ def test_a_text_with_odd_characters_arrives_whole_on_the_host(make, backend, nam
 def test_a_text_with_odd_characters_arrives_whole_from_a_program(transport, name):
     """In a process of its own, which the text might end."""
     way = Way("native" if transport == "ffi" else "portable", transport, False)
-    script = run_script(
+    with run_script(
         f"raise ValueError({ODD[name]!r})",
         """
 try:
@@ -111,11 +111,8 @@ except jaxvec.EnvError as error:
     print("typed:", "is " in str(error) and " end" in str(error), flush=True)
 """,
         way,
-    )
-    try:
+    ) as script:
         out, err = script.communicate(timeout=200)
-    finally:
-        end(script)
     assert script.returncode == 0, err
     assert "typed: True" in out
 
@@ -424,10 +421,10 @@ def test_the_limit_of_a_reset_or_step_counts_for_each_env(drive):
             threading.Event().wait(1.5)
             return super().step(action)
 
-    driver = drive(Slow, num_workers=1, reset_timeout=4.0, step_timeout=4.0)
+    driver = drive(Slow, 2, num_workers=1, reset_timeout=2.8, step_timeout=2.8)
     driver.reset()
     driver.step(0)
-    with pytest.raises(jaxvec.EnvTimeoutError, match=r"step timed out after 4.0 s\. Still running: env \d"):
+    with pytest.raises(jaxvec.EnvTimeoutError, match=r"step timed out after 2.8 s\. Still running: env \d"):
         driver.step(7)
 
 
@@ -463,19 +460,6 @@ def test_a_stopped_worker_is_named_by_the_timeout(drive):
     assert_broken(driver, caught.value)
 
 
-@in_two_ways
-def test_late_worker_does_not_repair_a_timed_out_pool(drive):
-    driver = drive(failing("step", partial(os.kill, 0, signal.SIGSTOP)), step_timeout=1.0)
-    driver.reset()
-    with pytest.raises(
-        jaxvec.EnvTimeoutError, match=r"Still running: env 2 \(worker 1, action 7\)"
-    ) as caught:
-        driver.step(7)
-    driver.workers[1].resume()
-    wait_until(lambda: not unfinished(driver.envs))
-    assert_broken(driver, caught.value)
-
-
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("size", [1, 10_000_000])
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
@@ -504,7 +488,7 @@ def test_the_limit_of_a_start_counts_for_each_env(make, options):
     class Slow(CountingEnv):
         def __init__(self):
             super().__init__()
-            threading.Event().wait(2)
+            threading.Event().wait(1.2)
 
     def batched():
         return gymnasium.vector.SyncVectorEnv([Slow])
@@ -513,7 +497,7 @@ def test_the_limit_of_a_start_counts_for_each_env(make, options):
     # The start of an interpreter would take of the time, too; the server has started after the first pool.
     forked = {"num_workers": 1, "workers": jaxvec.Workers(start_method="forkserver")}
     make(CountingEnv, 1, **forked).close()
-    envs = make(env, 1 if "spare_envs" in options else 3, start_timeout=5, **forked, **options)
+    envs = make(env, 1 if "spare_envs" in options else 3, start_timeout=3, **forked, **options)
     envs.reset()
 
 
@@ -537,14 +521,6 @@ def test_a_slow_constructor_and_a_slow_reset_time_out(make, new_workers):
         match=r"reset timed out after 1.0 s\. Still running: env 0 .*Raise Timeouts\(reset=...\)",
     ):
         envs.reset()
-
-
-@pytest.mark.parametrize("victim", range(4))
-def test_the_env_whose_constructor_fails_is_named(backend, victim, new_workers):
-    with pytest.raises(jaxvec.EnvError, match=f"env {victim} .*in constructor: bad luck") as caught:
-        jaxvec.make(failing("constructor", FAILURES["picklable"][0], victim), 4, backend=backend)
-    assert caught.value.env_id == victim
-    assert new_workers() == []
 
 
 SPACES = {"observation_space": spaces.Box(0, 1, (2,)), "action_space": spaces.Discrete(2)}
@@ -609,10 +585,7 @@ def test_a_failed_constructor_does_not_wait_for_a_slow_one(new_workers):
 def test_megabytes_that_envs_print_into_a_pipe_come_through(way):
     """They wait for the pipe's reader, which the parent's own output goes to."""
     step = "[print('x' * 10**6, file=stream, flush=True) for stream in (sys.stdout, sys.stderr)]"
-    script = run_script(step, "driver.step()", way)
-    try:
+    with run_script(step, "driver.step()", way) as script:
         out, err = script.communicate(timeout=200)
-    finally:
-        end(script)
     assert script.returncode == 0
     assert (out.count("x"), err.count("x")) == (2_000_000, 2_000_000)

@@ -7,14 +7,13 @@ import os
 import resource
 import signal
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from support.disasters import PATIENCE, WAYS, Driver, failing, wait_until
+from support.disasters import PATIENCE, WAYS, wait_until
 from support.probe import fork
-from support.scripts import STEPPING, end, gone, read_pids, run_python, run_script, shared_names, workers
+from support.scripts import STEPPING, gone, read_pids, run_python, run_script, shared_names
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -22,40 +21,24 @@ from jaxvec.testing import CountingEnv
 # --- The parent is killed ---------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize(
-    "step",
-    ["pass", "signal.pause()", "__import__('ctypes').PyDLL(None).sleep(100)"],
-    ids=["idle", "in step", "holding the GIL"],
-)
-@pytest.mark.parametrize("dispatch", ["native", "portable"])
-@pytest.mark.nightly(but=4)
-def test_workers_die_with_a_killed_parent(step, dispatch):
-    then = "envs.step(np.zeros(2, int)); signal.pause()" if step != "pass" else "signal.pause()"
-    script = run_script(step, then, dispatch=dispatch)
-    pids = list(map(int, script.stdout.readline().split()))
-    assert len(pids) == 2
-    script.kill()
-    script.wait(timeout=200)
-    assert gone(pids, timeout=200)
-    script.stdout.close()
-    script.stderr.close()
-
-
 KILLED = {
+    "idle": ("pass", "print('stepping', flush=True); signal.pause()"),
     "in step": (STEPPING, "driver.step()"),
+    "holding the GIL": (
+        r'os.write(1, b"stepping\n"); __import__("ctypes").PyDLL(None).sleep(100)',
+        "driver.step()",
+    ),
     "while steps go on": ("pass", "driver.reset(); print('stepping', flush=True); driver.forever()"),
 }
 
 
-# An idle pool knows nothing of who drives it: see above.
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("when", KILLED)
+@pytest.mark.nightly(but=4)
 def test_nothing_is_left_of_a_killed_parent(way, when):
     step, then = KILLED[when]
     shm = shared_names()
-    script = run_script(step, then, way)
-    try:
+    with run_script(step, then, way) as script:
         pids = read_pids(script)
         assert script.stdout.readline() == "stepping\n"
         script.kill()
@@ -63,24 +46,19 @@ def test_nothing_is_left_of_a_killed_parent(way, when):
         assert gone(pids, timeout=200)
         assert script.stdout.read().count("\n") <= 1  # to its end: nobody else holds the pipe
         assert script.stderr.read() == ""
-    finally:
-        end(script)
     assert shared_names() == shm
 
 
 @pytest.mark.parametrize("way", WAYS[::5], ids=str, indirect=True)
 def test_what_envs_have_started_dies_with_a_killed_parent(way):
     step = r'os.write(1, b"%d\n" % __import__("subprocess").Popen(["sleep", "100"]).pid)'
-    script = run_script(step, FORKS, way)
-    try:
+    with run_script(step, FORKS, way) as script:
         pids = read_pids(script)
         pids += [int(script.stdout.readline()) for _ in range(2)]
         assert script.stdout.readline() == "stepped\n"
         script.kill()
         script.wait(timeout=200)
         assert gone(pids, timeout=200)
-    finally:
-        end(script)
 
 
 FORKS = "driver.step(); print('stepped', flush=True); signal.pause()"
@@ -109,8 +87,7 @@ except jaxvec.WorkerDiedError:
 def test_a_process_that_verifies_a_state_ends_with_its_parents(killed, start_method):
     if start_method == "forkserver" and (reason := fork.reason_unavailable()):
         pytest.skip(reason)
-    script = run_script(then="envs.close()" + VERIFYING.replace("START_METHOD", start_method))
-    try:
+    with run_script(then="envs.close()" + VERIFYING.replace("START_METHOD", start_method)) as script:
         read_pids(script)
         worker, child = map(int, script.stdout.readline().split())
         if killed == "program":
@@ -118,8 +95,6 @@ def test_a_process_that_verifies_a_state_ends_with_its_parents(killed, start_met
         else:
             os.kill(worker, signal.SIGKILL)
         assert gone([child])
-    finally:
-        end(script)
 
 
 # --- Pools come and go ------------------------------------------------------------------------
@@ -138,49 +113,6 @@ def test_many_pools_leave_nothing_behind(new_workers):
     assert process.num_fds() <= fds
     wait_until(lambda: process.num_threads() <= threads)  # a pool tells its own to end, and does not wait
     assert new_workers() == []
-
-
-def bad_luck():
-    raise ValueError("bad luck")
-
-
-def run_pools(count, fails):
-    """Makes, drives and closes pools, in all ways in turn."""
-    ways = [way for way in WAYS if way.reason_unavailable() is None]
-    for number in range(count):
-        driver = Driver(ways[number % len(ways)], failing("step", bad_luck, victim=1), 2)
-        with driver.envs:
-            driver.reset()
-            driver.step(times=3)
-            if fails:
-                with pytest.raises(jaxvec.EnvError):
-                    driver.step(7)
-            driver.close()
-
-
-def measure():
-    gc.collect()
-    process = psutil.Process()
-    return {
-        "descriptors": process.num_fds(),
-        "threads": process.num_threads(),
-        "children": len(workers()),
-        "names in /dev/shm": shared_names(),
-        "segments": Path("/proc/self/maps").read_text().count("memfd:jaxvec"),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True], ids=["well", "badly"])
-@pytest.mark.nightly(but=1)
-def test_two_dozen_pools_that_end_leave_nothing_behind(no_jax_log, fails):
-    run_pools(len(WAYS), fails)  # what JAX keeps of a program, it keeps now
-    before = measure()
-    memory = psutil.Process().memory_info().rss
-    run_pools(24, fails)
-    wait_until(lambda: measure() == before)  # threads of pools end a moment later
-    # JAX keeps something of each program that it compiles, and each driver's reset is one.
-    assert psutil.Process().memory_info().rss - memory < 24 << 20
 
 
 @pytest.mark.slow

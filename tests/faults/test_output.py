@@ -87,13 +87,6 @@ def test_print_of_an_env_is_logged_with_worker_and_env(make, log, process):
     assert log(envs, logging.INFO) == ["worker 1 (envs 2, 3), env 3: hello"]
 
 
-def test_worker_with_one_env_is_named_once(make, log):
-    envs = make(ChattyEnv, 2, num_workers=2, workers=jaxvec.Workers(output="log"))
-    envs.reset(seed=0)
-    envs.step([HELLO, 0])
-    assert log(envs, logging.INFO) == ["worker 0 (env 0): hello"]
-
-
 @pytest.mark.filterwarnings("default:too slow")
 def test_stderr_and_warnings_are_logged_as_warnings(make, log):
     envs = step(make, ERROR)

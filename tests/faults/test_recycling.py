@@ -354,16 +354,6 @@ def test_a_limit_below_a_new_process_is_warned_of_once_per_worker(caplog):
     assert all("Raise the limit" in message for message in warnings)
 
 
-def test_a_leak_stays_below_the_limit_of_memory():
-    with make(Leaking, Recycle(memory=150_000_000, steps=100)) as envs:
-        envs.reset(seed=0)
-        for _ in range(250):
-            envs.step([7] * NUM_ENVS)
-            processes = [worker.process for worker in envs.stats().workers if worker.process]
-            assert all(process.memory < 200e6 for process in processes)
-        assert min(recycled(envs)) >= 4
-
-
 # --- The end of the old process -------------------------------------------------------------------------
 
 

@@ -96,17 +96,6 @@ def test_wrong_results_of_step_say_what_is_expected(make, backend, result, text)
         envs.step(np.zeros(2, int))
 
 
-def test_envs_with_different_spaces_are_refused(make, backend):
-    def different(env_id):
-        env = CountingEnv()
-        if env_id == 3:
-            env.action_space = spaces.Discrete(5)
-        return env
-
-    with pytest.raises(jaxvec.SpaceMismatchError, match=r"env 3 has action space Discrete\(5\)"):
-        make(different, 4, backend=backend)
-
-
 # --- Out of the space ---------------------------------------------------------------------------
 
 

@@ -6,8 +6,6 @@ import os
 import threading
 
 import gymnasium
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
@@ -316,26 +314,3 @@ def test_an_answer_that_does_not_travel_leaves_the_pool_usable(make):
     with pytest.raises(jaxvec.EnvError, match="worker 0 .*can't be unpickled here: TwoArguments"):
         envs.call("unpicklable_here")
     assert envs.get_attr("resets") == (0, 0)
-
-
-def test_some_envs_render_within_a_scan(make):
-    class Counter(CountingEnv):
-        def render(self):
-            return np.full((2, 2, 3), self.steps, np.uint8)
-
-    def body(handle, action):
-        shown, frames = jaxvec.call(
-            handle[1:3], "render", result_shape_dtypes=jax.ShapeDtypeStruct((2, 2, 3), np.uint8)
-        )
-        handle = jax.tree.map(lambda *parts: jnp.concatenate(parts), handle[:1], shown, handle[3:])
-        handle, timestep = jaxvec.step(handle, action)
-        return handle, (frames, timestep.obs[:, 1])
-
-    envs = make(Counter, 4)
-    handle, _ = jaxvec.reset(envs, seed=0)
-    handle, (frames, steps) = jax.jit(lambda *xs: jax.lax.scan(body, *xs))(handle, jnp.zeros((5, 4), int))
-    assert frames.shape == (5, 2, 2, 2, 3)
-    assert frames[:, :, 0, 0, 0].tolist() == [[step, step] for step in range(5)]
-    assert steps.tolist() == [[step] * 4 for step in range(1, 6)]
-    with pytest.raises(TypeError, match="not iterable"):
-        handle, _ = handle

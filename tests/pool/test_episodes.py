@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.probe import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Autoreset, EpisodeTracker
+from support.probe import ENDED, IDLE, LOST, UNRESET, Autoreset, EpisodeTracker
 
 FAULT = "fault"  # in place of what a step returned
 
@@ -91,58 +90,6 @@ class Player:
                 return False
             self.episodes.reset_in_step(index)
         return True
-
-
-def row(reward, flags, episode_return, length):
-    """Returns a row's fields; `flags` has a letter for each of terminated, truncated, fault and idle."""
-    letters = dict(zip(["t", "c", "f", "i"], ("terminated", "truncated", "fault", "idle"), strict=True))
-    marks = {name: letter in flags for letter, name in letters.items()}
-    return {"reward": reward, "episode_return": episode_return, "episode_length": length, **marks}
-
-
-STEP, END, CUT = (1.0, False, False), (2.0, True, False), (3.0, False, True)
-
-
-@pytest.mark.parametrize(
-    ("mode", "outcome", "state", "expected"),
-    [
-        # What a step's outcome does to a row and a state, and what the next step's does.
-        ("SAME_STEP", STEP, PLAYING, [row(1, "", 2, 2), row(1, "", 3, 3)]),
-        ("SAME_STEP", END, MARKED, [row(2, "t", 3, 2), row(1, "", 1, 1)]),
-        ("SAME_STEP", CUT, MARKED, [row(3, "c", 4, 2), row(1, "", 1, 1)]),
-        ("SAME_STEP", FAULT, MARKED, [row(0, "cf", 1, 1), row(1, "", 1, 1)]),
-        ("NEXT_STEP", STEP, PLAYING, [row(1, "", 2, 2), row(1, "", 3, 3)]),
-        ("NEXT_STEP", END, ENDED, [row(2, "t", 3, 2), row(0, "", 0, 0)]),
-        ("NEXT_STEP", CUT, ENDED, [row(3, "c", 4, 2), row(0, "", 0, 0)]),
-        ("NEXT_STEP", FAULT, ENDED, [row(0, "cf", 1, 1), row(0, "", 0, 0)]),
-        ("DISABLED", STEP, PLAYING, [row(1, "", 2, 2), row(1, "", 3, 3)]),
-        ("DISABLED", END, MARKED, [row(2, "t", 3, 2)]),
-        ("DISABLED", FAULT, MARKED, [row(0, "cf", 1, 1)]),
-        ("EPISODIC", STEP, PLAYING, [row(1, "", 2, 2), row(1, "", 3, 3)]),
-        ("EPISODIC", END, IDLE, [row(2, "t", 3, 2), row(0, "ti", 3, 2), row(0, "ti", 3, 2)]),
-        ("EPISODIC", CUT, IDLE, [row(3, "c", 4, 2), row(0, "ci", 4, 2)]),
-        ("EPISODIC", FAULT, IDLE, [row(0, "cf", 1, 1), row(0, "cfi", 1, 1)]),
-    ],
-)
-@pytest.mark.parametrize("failures", [0, 2])
-def test_what_an_outcome_does(mode, outcome, state, expected, failures):
-    player = Player(mode, 2)
-    player.reset(1)
-    assert read(player.rows, 1) == row(0, "", 0, 0)
-    player.step(1, STEP)
-    player.step(1, outcome, failures)
-    assert player.episodes.state == [PLAYING, state]
-    rows = [read(player.rows, 1)]
-    for _ in expected[1:]:
-        player.step(1, STEP, failures)
-        rows.append(read(player.rows, 1))
-    assert rows == expected
-    if not any(rows[-1][name] for name in ("terminated", "truncated")):
-        assert player.episodes.state[1] == PLAYING  # and the row is not cleared again
-    player.reset(1)
-    assert player.episodes.state[1] == PLAYING
-    assert read(player.rows, 1) == row(0, "", 0, 0)
-    assert read(player.rows, 0) == row(7, "tcfi", 7, 7)  # another's
 
 
 @dataclass

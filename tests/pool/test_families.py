@@ -6,7 +6,6 @@ from functools import partial
 
 import gymnasium
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -36,30 +35,6 @@ def assert_as_in_gymnasium(make, env, *, num_envs=3, num_steps=100, ends=0):
         envs = make(env, num_envs, num_workers=2, wrapper_bypass=see_through)
         assert assert_same(rollout(envs, actions), expected) >= ends
     return envs
-
-
-@pytest.mark.parametrize(
-    ("name", "ends"), [("HalfCheetah-v5", 0), ("Hopper-v5", 6), ("Humanoid-v5", 3), ("Ant-v5", 0)]
-)
-def test_mujoco(make, name, ends):
-    needs("mujoco", "mujoco")
-    assert_as_in_gymnasium(make, name, ends=ends)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_steps", "ends"),
-    [("LunarLander-v3", 150, 3), ("BipedalWalker-v3", 100, 1), ("CarRacing-v3", 20, 0)],
-)
-def test_box2d(make, name, num_steps, ends):
-    needs("Box2D", "box2d")
-    assert_as_in_gymnasium(make, name, num_steps=num_steps, ends=ends)
-
-
-@pytest.mark.parametrize("name", ["ALE/Pong-v5", "ALE/Breakout-v5"])
-def test_atari(make, name):
-    gymnasium.register_envs(needs("ale_py", "atari"))
-    envs = assert_as_in_gymnasium(make, name, num_steps=40)
-    assert envs.single_observation_space.shape == (210, 160, 3)
 
 
 def test_atari_preprocessed(make):
@@ -96,78 +71,6 @@ def test_minigrid(make):
 
     envs = assert_as_in_gymnasium(make, wrapped, ends=9)
     assert envs.single_observation_space.shape == (7, 7, 3)
-
-
-@pytest.mark.parametrize(
-    ("domain", "task"), [("cartpole", "swingup"), ("cheetah", "run"), ("finger", "spin"), ("hopper", "hop")]
-)
-def test_dm_control(make, monkeypatch, domain, task):
-    monkeypatch.setenv("MUJOCO_GL", "disabled")  # or it looks for a display
-    needs("dm_control", "families")
-
-    def load():
-        from dm_control import suite
-
-        return jaxvec.adapters.dm_env.DmEnv(suite.load(domain, task, task_kwargs={"time_limit": 0.5}))
-
-    assert_as_in_gymnasium(make, load, ends=3)
-
-
-@pytest.mark.parametrize("name", ["simple_spread_v3", "simple_tag_v3", "simple_speaker_listener_v4"])
-@pytest.mark.parametrize("continuous", [False, True], ids=["discrete", "continuous"])
-def test_pettingzoo_mpe(make, name, continuous):
-    needs("mpe2", "families")
-    from support.pettingzoo_by_hand import assert_jitted_steps_are_those_by_hand
-
-    def env():
-        import importlib
-
-        module = importlib.import_module(f"mpe2.{name}")
-        return module.parallel_env(max_cycles=10, continuous_actions=continuous)
-
-    terminated, truncated, _ = assert_jitted_steps_are_those_by_hand(make, env, num_envs=3, num_steps=25)
-    assert (terminated, truncated) == (0, 6)
-
-
-def test_old_gym(make):
-    """Envs with the API of Gym 0.21 (`reset() -> obs`, four results of `step`) and of 0.26, by shimmy."""
-    needs("gym", "old-gym")
-    needs("shimmy", "old-gym")
-
-    def old():
-        import gym
-        import shimmy
-
-        class Old(gym.Env):
-            observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-            action_space = gym.spaces.Discrete(3)
-
-            def seed(self, seed=None):
-                self.rng = np.random.RandomState(seed)
-                return [seed]
-
-            def reset(self):
-                self.place = self.rng.normal(size=2).astype(np.float32)
-                self.steps = 0
-                return self.place
-
-            def step(self, action):
-                self.steps += 1
-                self.place = self.place + np.float32(action - 1)
-                cut = self.steps == 9
-                info = {"TimeLimit.truncated": True} if cut else {}
-                return self.place, float(self.place.sum()), cut or bool(self.place[0] > 3), info
-
-        return shimmy.GymV21CompatibilityV0(env=Old())
-
-    def newer():
-        import shimmy
-        from gym.envs.classic_control import CartPoleEnv
-
-        return shimmy.GymV26CompatibilityV0(env=CartPoleEnv())
-
-    assert_as_in_gymnasium(make, old, ends=33)
-    assert_as_in_gymnasium(make, newer, ends=9)
 
 
 def family(name, module, extra):
@@ -304,34 +207,6 @@ def test_states_of_openspiel(game):
     assert_goes_on(partial(openspiel, game), num_steps=300, ends=0 if game == "backgammon" else 1)
 
 
-def test_states_of_openspiel_in_other_workers_and_files(make, tmp_path):
-    for module in ("pyspiel", "shimmy", "pettingzoo"):
-        needs(module, "families")
-    env_fn = partial(openspiel, "leduc_poker", players=3)
-    envs, other = (make(env_fn, 4, num_workers=2, states=8) for _ in range(2))
-    handle, _ = jaxvec.reset(envs, seed=0)
-    actions = sample_actions([env_fn] * 4, 205)[0]
-    scan = jax.jit(lambda handle, actions: jax.lax.scan(jaxvec.step, handle, actions))
-    handle, _ = scan(handle, jax.tree.map(lambda leaf: leaf[:5], actions))
-    handle, state = jaxvec.save(handle)
-    rest = jax.tree.map(lambda leaf: leaf[5:], actions)
-    handle, expected = scan(handle, rest)
-    assert expected.terminated.sum() > 40
-
-    def reverse(tree):
-        return jax.tree.map(lambda leaf: leaf[:, ::-1], tree)
-
-    def assert_repeated(handle, state, expected, actions):
-        _, got = scan(jaxvec.restore(handle, state)[0], actions)
-        jax.tree.map(np.testing.assert_array_equal, got[:4], expected[:4])
-
-    assert_repeated(handle, state, expected, rest)
-    envs.save_states(tmp_path / "states", state)
-    assert_repeated(jaxvec.reset(other, seed=9)[0], other.load_states(tmp_path / "states"), expected, rest)
-    handle, _ = jaxvec.reset(envs, seed=1)
-    assert_repeated(handle, state[::-1], reverse(expected), reverse(rest))
-
-
 @pytest.mark.parametrize("name", ["LunarLander-v3", "BipedalWalker-v3"])
 def test_states_of_box2d(name):
     needs("Box2D", "box2d")
@@ -340,55 +215,3 @@ def test_states_of_box2d(name):
     with pytest.raises(jaxvec.EnvStateError, match=r"\.world.* can't copy exactly.*ReplayEnv"):
         StatefulEnv(env).save()
     assert_goes_on(lambda: ReplayEnv(partial(gymnasium.make, name, max_episode_steps=30)), num_steps=90)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "size"),
-    [
-        ("mo_gymnasium", "deep-sea-treasure-v0", 2),
-        ("mo_gymnasium", "minecart-v0", 3),
-        ("rware", "rware-tiny-2ag-v2", 2),
-        ("lbforaging", "Foraging-8x8-2p-1f-v3", 2),
-    ],
-)
-def test_vector_rewards_and_their_statistics(make, module, name, size):
-    """SyncVectorEnv takes no vector rewards, so plain envs are the oracle."""
-    pytest.importorskip(module, reason=f"{module} is not installed: pip install {module}")
-    name, num_envs, num_steps = f"{module}:{name}", 3, 60
-    actions, raw = sample_actions([partial(gymnasium.make, name)] * num_envs, num_steps)
-    envs = make(name, num_envs, num_workers=2)
-    assert envs.reward_space.shape == (size,)
-    handle, _ = jaxvec.reset(envs, seed=5)
-
-    @jax.jit
-    def run(handle, actions):
-        def body(carry, action):
-            handle, stats = carry
-            handle, timestep = jaxvec.step(handle, action)
-            stats = stats.update(timestep.reward)
-            return (handle, stats), (timestep, stats.scale(timestep.reward))
-
-        stats = jaxvec.normalize.RunningMeanStd.create(jnp.zeros(size), count=0)
-        return jax.lax.scan(body, (handle, stats), actions)
-
-    (_, stats), (got, scaled) = run(handle, actions)
-    rewards = np.zeros((num_steps, num_envs, size))
-    for n in range(num_envs):
-        env = gymnasium.make(name)
-        env.reset(seed=5 + n)
-        total = 0
-        for t in range(num_steps):
-            action = jax.tree.map(lambda leaf, t=t, n=n: leaf[t, n], raw)
-            _, reward, terminated, truncated, _ = env.step(action)
-            rewards[t, n] = reward
-            total = total + rewards[t, n]
-            np.testing.assert_array_equal(got.reward[t, n], np.float32(reward))
-            np.testing.assert_allclose(got.info["episode_return"][t, n], total, rtol=1e-6)
-            assert (got.terminated[t, n], got.truncated[t, n]) == (terminated, truncated)
-            if terminated or truncated:
-                env.reset()
-                total = 0
-    np.testing.assert_allclose(stats.mean, rewards.mean((0, 1)), rtol=1e-3, atol=1e-6)
-    np.testing.assert_allclose(stats.var, rewards.var((0, 1)), rtol=1e-3, atol=1e-6)
-    last = np.clip(rewards[-1] / np.sqrt(rewards.var((0, 1)) + 1e-8), -10, 10)
-    np.testing.assert_allclose(scaled[-1], last, rtol=1e-3, atol=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from contextlib import nullcontext
 
 import jax
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import probe
-from support.disasters import PATIENCE, GatedEnv, unfinished, wait_until, within
-from support.probe import _ffi, pool_of
+from support.disasters import PATIENCE, GatedEnv, unfinished, wait_until
+from support.probe import pool_of
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -29,61 +28,7 @@ def how(request):
     return BACKENDS[request.param]
 
 
-@pytest.fixture(params=["ffi", "io_callback"])
-def transport(request):
-    if request.param == "ffi" and _ffi.reason_unavailable() is not None:
-        pytest.skip(str(_ffi.reason_unavailable()))
-    return request.param
-
-
 # --- In programs ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow(but=3)
-@pytest.mark.parametrize("order", ["ready", "sent"])
-def test_in_a_scan_every_env_steps_as_often_as_it_was_received(make, how, transport, order):
-    envs = make(
-        CountingEnv,
-        6,
-        num_workers=None if how.get("backend") else 2,
-        batch_size=2,
-        recv_order=order,
-        transport=transport,
-        **how,
-    )
-    handle, timestep = jaxvec.reset(envs, seed=0)
-    assert timestep.obs.shape == (2, 4)
-
-    @jax.jit
-    def program(handle, timestep):
-        def body(carry, _):
-            handle, timestep = carry
-            env_id = timestep.info["env_id"]
-            handle = jaxvec.send(handle, 10 * env_id, env_id)
-            handle, timestep = jaxvec.recv(handle)
-            return (handle, timestep), timestep
-
-        return jax.lax.scan(body, (handle, timestep), length=60)
-
-    first = timestep.info["env_id"].tolist()
-    (handle, _), steps = program(handle, timestep)
-    received = Counter(steps.info["env_id"].reshape(-1).tolist())
-    received.update(first)
-    assert sum(received.values()) == 122
-    # The first that an env returns is its reset; then each row is its next step, with its own action.
-    seen = Counter(first)
-    for env_id, obs in zip(
-        steps.info["env_id"].reshape(-1).tolist(), steps.obs.reshape(-1, 4).tolist(), strict=True
-    ):
-        assert obs[1:] == ([0, 0, -1] if seen[env_id] == 0 else [seen[env_id], seen[env_id], 10 * env_id])
-        seen[env_id] += 1
-    if order == "sent":
-        assert steps.info["env_id"].tolist() == [[1, 4], [2, 5], [0, 3]] * 20
-    rest = [jaxvec.recv(handle)]
-    rest.append(jaxvec.recv(rest[0][0]))
-    taken = Counter(np.concatenate([timestep.info["env_id"] for _, timestep in rest]).tolist())
-    assert set(taken.values()) == {1}
-    assert envs.get_attr("steps") == tuple((received + taken)[i] - 1 for i in range(6))
 
 
 @pytest.mark.parametrize("batch_size", [4, None])
@@ -317,28 +262,6 @@ def test_all_that_are_ready_are_returned_and_one_at_least(make, dispatch, order,
     gate.touch()
     ids = [1] if order == "ready" else [1, 3, 0, 2]
     check_rows(envs.recv(at_least=1, timeout=PATIENCE), ids, [7, 3, 0, 2][: len(ids)])
-
-
-def test_a_question_waits_for_no_env_of_another_worker(make, tmp_path):
-    gate = tmp_path / "open"
-    envs = make(GatedEnv, 2, gate=gate, num_workers=2, batch_size=1)
-    envs.reset()
-    envs.recv()
-    envs.send([7], [0])
-
-    def ask():
-        envs.set_attr("name", "idle", indices=[1])
-        return envs.call("steps", indices=[1]) + envs.get_attr("name", indices=[1])
-
-    assert within(ask) == (0, "idle")
-    envs.send([5], [1])
-    check_rows(envs.recv(), [1], [5])
-    assert unfinished(envs) == [0]
-    assert envs.call("steps", indices=[]) == ()
-    later = envs.call_async("steps", indices=[1, 0])  # which waits for env 0
-    gate.touch()
-    assert later.result(PATIENCE) == (1, 1)
-    check_rows(envs.recv(), [0], [7])
 
 
 def test_without_batch_size_those_that_are_ready_are_returned_too(make, tmp_path):

@@ -4,56 +4,18 @@ from __future__ import annotations
 
 import threading
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import disasters
 from support.disasters import PATIENCE, GatedEnv, within
-from test_first_ready import check_rows, how, transport  # noqa: F401
+from test_first_ready import check_rows, how  # noqa: F401
 
 import jaxvec
 from jaxvec.testing import CountingEnv
 
 # --- Resets by mask ---------------------------------------------------------------------------
-
-
-def test_a_program_resets_some_envs_while_others_are_in_flight(make, transport):
-    """Of each batch, the first env is stepped, and the second is reset."""
-    envs = make(CountingEnv, 6, num_workers=2, batch_size=2, recv_order="sent", transport=transport)
-    handle, timestep = jaxvec.reset(envs, seed=0)
-
-    @jax.jit
-    def program(handle, timestep):
-        def body(carry, _):
-            handle, timestep = carry
-            first, second = timestep.info["env_id"]
-            handle = jaxvec.send(handle, first[None], first[None])
-            handle, timestep = jaxvec.reset(handle, mask=jnp.arange(6) == second)
-            return (handle, timestep), timestep
-
-        return jax.lax.scan(body, (handle, timestep), length=20)[1]
-
-    first = timestep.info["env_id"].tolist()
-    found = program(handle, timestep)
-    resets, steps, last = [1] * 6, [0] * 6, [-1] * 6
-    flying = [env_id for env_id in spread(6, 2) if env_id not in first]
-    batch = first
-    for turn in range(20):
-        stepped, reset = batch
-        steps[stepped], last[stepped] = steps[stepped] + 1, stepped
-        resets[reset], last[reset] = resets[reset] + 1, -1
-        flying += batch
-        batch, flying = flying[:2], flying[2:]
-        assert found.info["env_id"][turn].tolist() == batch
-        assert found.obs[turn, :, 0].tolist() == [resets[env_id] for env_id in batch]
-        assert found.obs[turn, :, 1].tolist() == [steps[env_id] for env_id in batch]
-        assert found.obs[turn, :, 3].tolist() == [last[env_id] for env_id in batch]
-        was_reset = np.array([last[env_id] < 0 for env_id in batch])
-        for zero in (found.reward, found.info["episode_return"], found.info["episode_length"]):
-            np.testing.assert_array_equal(zero[turn] == 0, was_reset)
 
 
 class WaitingReset(CountingEnv):

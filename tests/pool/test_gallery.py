@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,7 +22,6 @@ families = pytest.importorskip("benchmarks.families", reason="the benchmarks are
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 
 NUM_ENVS = 2
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(params=families.FAMILIES, ids=families.slug)
@@ -92,7 +90,7 @@ def sampled(make_env, num_steps):
     return actions, jax.tree.map(lambda action, as_sampled: action.astype(as_sampled.dtype), actions, raw)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=6)
 @pytest.mark.timeout(300)
 def test_a_family_steps_as_in_gymnasium(make, family):
     options = {name: value for name, value in family.make_options().items() if name != "info"}

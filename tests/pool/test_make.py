@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import textwrap
-import threading
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -532,22 +531,6 @@ def test_bad_seeds_and_masks_reset_nothing(make, kwargs, text):
     assert envs.get_attr("resets") == (0, 0, 0)
 
 
-def test_a_partial_reset_changes_only_its_rows(make, backend):
-    envs = make(CountingEnv, 3, backend=backend)
-    with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0, 1, 2\] have not been reset"):
-        envs.step(np.zeros(3, int))
-    envs.reset(seed=0)
-    stepped = envs.step(np.array([5, 6, 7]))
-    partial = envs.reset(seed=4, mask=np.array([False, True, False]), options={"a": 1})
-    assert partial.obs.tolist() == [[1, 1, 1, 5], [2, 1, 0, -1], [1, 1, 1, 7]]
-    assert partial.reward.tolist() == [1, 0, 1]
-    assert envs.infos()[1] == {"seed": 5, "options": {"a": 1}}
-    assert stepped.obs[1].tolist() == [1, 1, 1, 6]  # earlier results are not overwritten
-    assert envs.reset(mask=np.zeros(3, bool)).obs.tolist() == partial.obs.tolist()
-    envs.reset(mask=np.ones(3, bool))
-    assert [info["options"] for info in envs.infos()] == [None] * 3
-
-
 class RewardEnv(CountingEnv):
     def __init__(self, kind):
         super().__init__(episode_length=3)
@@ -759,26 +742,6 @@ def test_render_without_render_mode_raises(make, backend):
     with pytest.raises(ValueError, match='envs with a render_mode; .*render_mode="rgb_array"'):
         envs.render()
     envs.step([0, 1])
-
-
-def test_a_call_goes_on_in_the_background(make, tmp_path):
-    class Gated(CountingEnv):
-        def wait(self, word):
-            while not gate.exists():
-                threading.Event().wait(0.001)
-            return f"{word} {self.steps}"
-
-    gate = tmp_path / "gate"
-    envs = make(Gated, 2)
-    envs.reset()
-    answer = envs.call_async("wait", "after")
-    with pytest.raises(TimeoutError):
-        answer.result(timeout=0.01)
-    gate.touch()
-    assert envs.step([0, 0]).obs[:, 1].tolist() == [1, 1]  # waits for the call
-    assert answer.result(timeout=200) == ("after 0", "after 0")
-    with pytest.raises(jaxvec.EnvError, match="nothing_such"):
-        envs.call_async("nothing_such").result(timeout=200)
 
 
 class Simulator:

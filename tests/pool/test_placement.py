@@ -82,15 +82,6 @@ def test_what_is_copied_for_the_cpu_is_copied_once(make, monkeypatch):
     assert timestep.obs.unsafe_buffer_pointer() == image.ctypes.data
 
 
-def test_a_policy_needs_no_numpy(make, device):
-    envs = make(CountingEnv, 4, device=device)
-    policy = jax.jit(lambda obs: obs[:, 1] + 1)
-    timestep = envs.reset(seed=0)
-    for count in range(1, 6):
-        timestep = envs.step(policy(timestep.obs))
-        np.testing.assert_array_equal(timestep.obs[:, 3], [count] * 4)
-
-
 def test_first_ready_batches(make, device):
     envs = make(CountingEnv, 6, batch_size=2, device=device)
     timestep = envs.reset(seed=0)

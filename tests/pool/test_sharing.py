@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.disasters import PATIENCE, WAYS, Background, _step, throw
-from support.scripts import end, gone, read_pids, run_script
+from support.disasters import PATIENCE, WAYS, Background, RaisingEnv, _step
+from support.scripts import gone, read_pids, run_script
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -49,34 +49,12 @@ print(driver.step().tolist())
 """
 
 
-def test_a_fork_of_the_parent_can_neither_use_nor_close_the_pool():
-    then = """
-if os.fork() == 0:
-    try:
-        envs.step(np.zeros(2, int))
-    except jaxvec.PoolClosedError as error:
-        print("fork:", error, flush=True)
-    sys.exit()
-os.wait()
-print(envs.step(np.zeros(2, int)).reward)
-"""
-    script = run_script(then=then)
-    out, err = script.communicate(timeout=200)
-    pids, fork, parent = out.splitlines()
-    assert "belongs to process" in fork
-    assert (parent, err) == ("[1. 1.]", "")
-    assert gone(map(int, pids.split()))
-
-
 # Not in programs: a fork has no threads, so JAX, which warns of forks, may hang in it before it comes to us.
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
 def test_a_fork_is_refused_in_every_call(way):
-    script = run_script(then="import warnings; warnings.simplefilter('ignore')" + FORK, way=way)
-    try:
+    with run_script(then="import warnings; warnings.simplefilter('ignore')" + FORK, way=way) as script:
         pids = read_pids(script)
         out, err = script.communicate(timeout=200)
-    finally:
-        end(script)
     refused = [line for line in out.splitlines() if "PoolClosedError" in line and "is a fork of it" in line]
     assert [line.split()[0] for line in refused] == ["step", "reset", "call"], out + err
     assert "raise nothing" in out
@@ -162,11 +140,7 @@ def test_two_pools_at_once_do_not_know_of_each_other(drive):
 
 
 def test_an_error_in_one_thread_reaches_the_others(make):
-    class Env(CountingEnv):
-        def step(self, action):
-            return throw(ValueError("bad luck")) if action == 7 else super().step(action)
-
-    envs = make(Env, 4, num_workers=2)
+    envs = make(RaisingEnv, 4, num_workers=2)
     envs.reset()
     others = [Background(lambda: steps_until_broken(envs)) for _ in range(3)]
     with pytest.raises(jaxvec.EnvError, match="bad luck"):

@@ -13,8 +13,6 @@ from gymnasium import spaces
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-FREE = jaxvec.Restart(max_restarts=None, rate=None)
-
 
 class SlowEnv(CountingEnv):
     """Notes each of its resets in a folder, so that it can be waited for; an observation is random, too."""
@@ -45,31 +43,6 @@ def rollout(envs, actions):
 def wait_for_resets(folder, count):
     while len(list(folder.iterdir())) < count:
         os.sched_yield()
-
-
-@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-@pytest.mark.parametrize("dispatch", ["native", "portable"])
-def test_a_spare_env_that_was_reset_in_advance_takes_over(make, tmp_path, mode, dispatch):
-    envs = make(
-        SlowEnv,
-        1,
-        spare_envs=1,
-        autoreset_mode=mode,
-        dispatch=dispatch,
-        folder=tmp_path,
-        episode_length=3,
-    )
-    envs.reset(seed=0)
-    for episode in range(1, 6):
-        wait_for_resets(tmp_path, 1 + episode)  # the spare env is ready while the other plays
-        for _ in range(2):
-            assert not envs.step([1]).terminated.any()
-        assert envs.step([1]).terminated.all()
-        if mode == "NEXT_STEP":
-            envs.step([1])
-        assert envs.get_attr("resets") == ((episode + 1) // 2 + (episode % 2 == 0),)
-    stats = envs.stats().total
-    assert (stats.steps, stats.episodes) == (15, 5)
 
 
 def test_episodes_with_spare_envs_equal_those_without(make, tmp_path):
@@ -148,18 +121,6 @@ def test_failed_reset_in_advance_is_an_error_of_the_env_that_uses_it(make):
     envs.step([1])
     with pytest.raises(jaxvec.EnvError, match="(?s)env 0 .* raised ValueError in reset.*bad luck"):
         envs.step([1])
-
-
-def test_a_worker_that_is_replaced_has_spare_envs_again(make):
-    def run():
-        envs = make(SlowEnv, 2, num_workers=1, spare_envs=1, on_fault=FREE, episode_length=3)
-        actions = np.ones((12, 2), int)
-        actions[4, 0] = 7
-        return rollout(envs, actions)
-
-    (obs, over), (again, _) = run(), run()
-    np.testing.assert_array_equal(obs, again)
-    assert over.sum() > 4
 
 
 def test_an_image_of_an_env_that_waits_is_not_overwritten(make):

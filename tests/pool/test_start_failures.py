@@ -190,9 +190,7 @@ def test_program_killed_while_making_a_pool_leaves_nothing_behind(moment):
     method, patch = MOMENTS[moment]
     mark = uuid.uuid4().hex
     source = KILLED.format(method=method, moment=patch)
-    done = subprocess.run(
-        [sys.executable, "-c", source], env={**os.environ, "JAXVEC_MARK": mark}, timeout=200, check=False
-    )
+    done = run_python("-c", source, env={**os.environ, "JAXVEC_MARK": mark})
     assert done.returncode == -signal.SIGKILL
     wait_until(lambda: of_environment(mark) == [])
 
@@ -229,13 +227,10 @@ envs.reset()
 @pytest.mark.nightly(but=3)
 def test_nothing_is_left_of_a_program_however_it_ends(ending):
     mark = uuid.uuid4().hex
-    subprocess.run(
-        [sys.executable, "-c", SIMULATED.format(ending=ENDINGS[ending])],
-        env={**os.environ, "JAXVEC_MARK": mark},
-        stderr=subprocess.DEVNULL,
-        timeout=200,
-        check=False,
-    )
+    source = SIMULATED.format(ending=ENDINGS[ending])
+    # Not through pipes, which a stopped worker would keep open.
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "capture_output": False}
+    run_python("-c", source, env={**os.environ, "JAXVEC_MARK": mark}, **nowhere)
     wait_until(lambda: of_environment(mark) == [])
 
 

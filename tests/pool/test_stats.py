@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from support.disasters import RaisingEnv
 from support.probe import WorkerStats
 
 import jaxvec
@@ -41,17 +42,11 @@ def test_the_record_is_frozen_and_of_its_time(make):
 
 
 def test_a_broken_pool_tells_what_it_did_and_a_closed_one_nothing(make):
-    class Env(CountingEnv):
-        def step(self, action):
-            if action:
-                raise ValueError
-            return super().step(action)
-
-    envs = make(Env, 1)
+    envs = make(RaisingEnv, 1)
     envs.reset()
     envs.step([0])
     with pytest.raises(jaxvec.EnvError):
-        envs.step([1])
+        envs.step([7])
     assert envs.stats().total.steps == 1
     envs.close()
     with pytest.raises(jaxvec.PoolClosedError, match=r"call stats\(\) before close\(\)"):
@@ -80,14 +75,7 @@ def test_steps_of_batched_envs_are_counted_and_timed(make):
     assert total.step_time > 0
 
 
-HARM = 9
-
-
-class FragileEnv(CountingEnv):
-    def step(self, action):
-        if action == HARM:
-            raise ValueError("harm")
-        return super().step(action)
+HARM = 7  # the action at which `RaisingEnv` raises
 
 
 def count_by_hand(length, actions, resets, mode):
@@ -124,7 +112,7 @@ def test_counts_are_those_of_a_plain_loop(make, mode):
         resets[7::8] = [True, True, False] if mode != "EPISODIC" else True
         policy = jaxvec.Restart(rate=None, max_restarts=None)
         configs = [{"episode_length": length} for length in lengths]
-        envs = make(FragileEnv, 3, num_workers=2, env_configs=configs, autoreset_mode=mode, on_fault=policy)
+        envs = make(RaisingEnv, 3, num_workers=2, env_configs=configs, autoreset_mode=mode, on_fault=policy)
     envs.reset(seed=0)
     for action, reset in zip(actions, resets, strict=True):
         timestep = envs.step(action)

@@ -17,6 +17,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from support import probe
+from support.disasters import RaisingEnv
 from support.scripts import run_python
 from test_steps import ONES, envs, pool, pool_moves, raises, scan  # noqa: F401
 
@@ -142,15 +143,6 @@ def test_a_program_that_succeeds_makes_an_earlier_error_old_news(envs):
         jax.block_until_ready(program(handle))
     jax.block_until_ready(program(newer))
     envs.raise_if_failed()
-
-
-def test_resetting_the_pool_makes_its_old_handles_stale(envs):
-    old, _ = jaxvec.reset(envs)
-    new, _ = jaxvec.reset(envs)
-    with pool_moves(envs), raises(envs, jaxvec.StaleHandleError, "stale handle"):
-        step(old)
-    with pool_moves(envs, steps=1):
-        step(new)
 
 
 def foreign(handle, other):
@@ -398,31 +390,25 @@ def test_step_wants_a_handle_and_says_so(envs):
 
 @pytest.mark.parametrize("how", ["with", "raise_if_failed"])
 def test_program_error_is_jaxs_with_text_and_typed_from_the_pool(make, how):
-    class Failing(CountingEnv):
-        def step(self, action):
-            if action == 7:
-                raise ValueError("seven is bad luck")
-            return super().step(action)
-
-    envs = make(Failing, 3, num_workers=2)
+    envs = make(RaisingEnv, 3, num_workers=2)
     handle, _ = jaxvec.reset(envs)
     program = jax.jit(lambda h: jax.lax.scan(jaxvec.step, h, jnp.arange(5, 10)[:, None].repeat(3, 1)))
     if how == "with":
-        with pytest.raises(jaxvec.EnvError, match="seven is bad luck") as caught, envs:
+        with pytest.raises(jaxvec.EnvError, match="bad luck") as caught, envs:
             jax.block_until_ready(program(handle))
         assert isinstance(caught.value.__cause__, ValueError)
         assert isinstance(caught.value.__context__, RuntimeError)  # JAX's own
         assert envs.closed
         return
-    with pytest.raises(RuntimeError, match="seven is bad luck") as from_program:
+    with pytest.raises(RuntimeError, match="bad luck") as from_program:
         jax.block_until_ready(program(handle))
     assert from_program.type.__name__ in ("JaxRuntimeError", "XlaRuntimeError")
-    with pytest.raises(jaxvec.EnvError, match="seven is bad luck") as caught:
+    with pytest.raises(jaxvec.EnvError, match="bad luck") as caught:
         envs.raise_if_failed()
     assert isinstance(caught.value.__cause__, ValueError)
-    with pytest.raises(RuntimeError, match=r"PoolBrokenError(?s:.*)seven is bad luck"):
+    with pytest.raises(RuntimeError, match=r"PoolBrokenError(?s:.*)bad luck"):
         jax.block_until_ready(program(handle))
-    with pytest.raises(jaxvec.PoolBrokenError, match="seven is bad luck"):
+    with pytest.raises(jaxvec.PoolBrokenError, match="bad luck"):
         jaxvec.reset(envs)
 
 

@@ -256,13 +256,6 @@ def test_a_program_that_resets_a_pool_it_closes_over(envs):
         np.testing.assert_array_equal(timesteps.obs[:, 0, EPISODE_STEPS], np.arange(1, 6))
 
 
-def test_a_handle_of_the_latest_reset_goes_on_after_a_program(envs):
-    handle, _ = jax.jit(lambda: jaxvec.reset(envs))()
-    with pool_moves(envs, steps=2):
-        handle, _ = jaxvec.step(handle, ONES)
-        jax.jit(jaxvec.step)(handle, ONES)
-
-
 def test_reset_of_some_envs_inside_a_scan(make, backend):
     envs = make(
         [CountingEnv, lambda: CountingEnv(2), lambda: CountingEnv(3)],

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 from support import probe
-from support.disasters import failing, in_two_ways, wait_until, wait_until_dead
+from support.disasters import bad_luck, failing, in_two_ways, wait_until, wait_until_dead
 from support.probe import Span, Trace, _ffi, _native, _tracing, build_timeline, pool_of
 
 import jaxvec
@@ -323,9 +323,6 @@ def test_the_worker_in_anothers_place_is_traced(drive, tmp_path):
 
 @pytest.mark.parametrize("retry", ["reset", "rebuild"])
 def test_an_env_that_failed_is_traced_on(make, backend, retry, tmp_path):
-    def bad_luck():
-        raise ValueError("bad luck")
-
     restart = jaxvec.Restart(retry=retry, max_restarts=None, rate=None)
     envs = make(failing("step", bad_luck), 4, backend=backend, on_fault=restart)
     envs.reset()
@@ -341,9 +338,6 @@ def test_an_env_that_failed_is_traced_on(make, backend, retry, tmp_path):
 
 
 def test_an_env_that_breaks_the_pool_is_in_the_file(drive, tmp_path):
-    def bad_luck():
-        raise ValueError("bad luck")
-
     driver, path = drive(failing("step", bad_luck)), tmp_path / "pool.json"
     driver.reset()
     with pytest.raises(jaxvec.EnvError, match="bad luck"):

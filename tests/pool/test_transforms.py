@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import subprocess
-import sys
 import textwrap
-import threading
 import time
 from functools import partial
 
@@ -21,8 +18,7 @@ from jax.experimental import io_callback
 from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.disasters import PATIENCE
-from support.probe import _call, _ffi, _io_callback, _primitive
+from support.probe import _call, _io_callback, _primitive
 from support.scripts import run_python
 
 import jaxvec
@@ -40,13 +36,6 @@ def split(tree, *shape):
 
 def rollout(handle, action, length=5):
     return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=length)
-
-
-@pytest.fixture(params=["ffi", "io_callback"])
-def transport(request):
-    if request.param == "ffi" and _ffi.reason_unavailable() is not None:
-        pytest.skip(str(_ffi.reason_unavailable()))
-    return request.param
 
 
 @pytest.fixture(params=["auto", "io_callback"])
@@ -576,30 +565,7 @@ def test_an_import_leaves_jax_as_it_was():
             pass
         assert rules == after
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=PATIENCE)
-
-
-# --- Threads ----------------------------------------------------------------------------------
-
-
-def test_threads_with_a_handle_each_step_their_envs(make, transport):
-    envs = make(CountingEnv, 8, num_workers=3, transport=transport)
-    handle, _ = jaxvec.reset(envs)
-    program = jax.jit(partial(rollout, length=200))
-    lasts = [None] * 4
-
-    def run(i):
-        part = jax.tree.map(lambda x: x[2 * i : 2 * i + 2], handle)
-        lasts[i] = jax.block_until_ready(program(part, jnp.array([i, i])))[1].obs[-1]
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    for i, last in enumerate(lasts):
-        np.testing.assert_array_equal(last[:, 3], i)
-    assert envs.get_attr("steps") == (200,) * 8
+    run_python("-c", textwrap.dedent(script), check=True)
 
 
 # --- Compilation ------------------------------------------------------------------------------

@@ -359,29 +359,6 @@ def test_a_program_returns_when_its_steps_are_done(make):
         assert probe.num_moves(envs) == [1 + 300 * n] * 2
 
 
-def test_close_ends_a_program_in_another_thread(make):
-    envs = make(SlowEnv, 2, num_workers=2)
-    handle, _ = jaxvec.reset(envs)
-    began = threading.Event()
-    errors = []
-
-    def run():
-        try:
-            program = jax.jit(lambda h: scan(h, 1_000_000, jnp.zeros(2, int)))
-            jax.block_until_ready(program(jax.block_until_ready(step(handle, jnp.zeros(2, int)))[0]))
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while probe.num_moves(envs)[0] < 100:
-        began.wait(0.01)
-    envs.close()
-    thread.join(disasters.PATIENCE)
-    assert not thread.is_alive()
-    assert "PoolClosedError" in str(errors[0])
-
-
 # --- Results that nobody reads ----------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ import pytest
 from support.disasters import wait_until
 from support.elsewhere import assert_equal
 from support.runs import load_state
+from support.scripts import run_python
 
 import jaxvec
 from jaxvec.examples import impala_ray
@@ -359,8 +360,11 @@ def test_rollouts_of_one_call_have_the_same_weights(make_rollouts):
     assert [done.version for done in came] == [0, 0, 0, 1, 1, 1, 1]
     assert [int(done.trajectory["params"]) for done in came] == [0, 0, 0, 1, 1, 1, 1]
     assert [int(done.trajectory["obs"][0, 1]) for done in came] == [*range(1, 8)]
-    with pytest.raises(jaxvec.RolloutError, match="raised EnvError in rollout 7: env 0"):
+    said = "actor 0 on node .* raised EnvError in rollout 7: env 0"
+    with pytest.raises(jaxvec.RolloutError, match=said) as caught:
         get(rollouts)
+    assert isinstance(caught.value.__cause__, jaxvec.EnvError)
+    assert (caught.value.actor, caught.value.__cause__.env_id) == (0, 0)
 
 
 @jax.jit
@@ -418,26 +422,6 @@ def test_rollout_exception_is_raised_and_breaks_the_rollouts(make_rollouts, opti
     for call in (rollouts.get, partial(rollouts.push, 1)):
         with pytest.raises(jaxvec.PoolBrokenError, match="no such layer"):
             call()
-
-
-def test_an_env_that_raises_is_named(make_rollouts):
-    class Fragile(CountingEnv):
-        def step(self, action):
-            return 1 // 0
-
-    with pytest.raises(
-        jaxvec.RolloutError, match="actor 0 on node .* raised EnvError in rollout 0: env 0"
-    ) as caught:
-        get(make_rollouts(env=Fragile))
-    assert isinstance(caught.value.__cause__, jaxvec.EnvError)
-    assert (caught.value.actor, caught.value.__cause__.env_id) == (0, 0)
-
-
-@pytest.mark.nightly
-def test_what_make_refuses_is_refused(make_rollouts):
-    with pytest.raises(jaxvec.RolloutError, match="actor 0 on node .* raised .* when it started") as caught:
-        make_rollouts(env="NoSuchEnv-v1")
-    assert "NoSuchEnv" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(
@@ -515,9 +499,7 @@ def test_modules_beside_the_program_are_found_in_actors(cluster, tmp_path, optio
     (script.parent / "library" / "on_path.py").write_text(
         "from jaxvec import testing\nclass Env(testing.CountingEnv): ..."
     )
-    run = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
+    run = run_python(script, cwd=tmp_path)
     assert run.stdout == "[[1, 1, 1, 0]]\n", run.stderr
 
 

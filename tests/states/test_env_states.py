@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import enum
-import io
 import itertools
 import mmap
 import random
 import socket
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -63,116 +62,6 @@ def test_wrappers_with_states_of_their_own():
     assert_goes_on(lambda: Timeless(wrapped()), ends=20)
 
 
-class Toy(gymnasium.Env):
-    """Has one of each kind of thing that a state may hold; `step` returns and changes all of them."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (12,), np.float64)
-
-    class Thing:
-        __slots__ = ("__hidden", "place")
-
-        def __init__(self, place):
-            self.place = place
-            self.__hidden = [place]
-
-        def move(self, by):
-            self.place += by
-            self.__hidden.append(self.place)
-            return sum(self.__hidden[-3:])
-
-    def __init__(self):
-        self.action_space = spaces.Dict(
-            {"a": spaces.Discrete(3), "b": spaces.Tuple([spaces.Box(-1, 1, (2,))])}
-        )
-        self.grid = np.zeros((4, 5), order="F")
-        self.row = self.grid[1:3, 2]  # a view
-        self.thing = self.Thing(1)
-        self.move = self.thing.move  # a bound method
-        self.pair = (self.thing, [self.thing])  # aliases
-        self.me = self
-        self.cycle = {"env": self, 0: []}
-        self.cycle["cycle"] = self.cycle
-        self.long = [*range(9)]
-        self.long.append(self.long)
-        self.python = random.Random(1)
-        self.old = np.random.RandomState(1)
-        self.file = io.BytesIO()
-        self.names = {"b", "a"}
-        self.recent = deque(maxlen=3)
-        self.counts = Counter()
-        self.table = {number: [(number, 0.5)] for number in range(99)}
-        self.objects = [[], [1]]
-        self.iterator = itertools.count(3)
-        count = 0
-
-        def draw():  # closes over the env, and counts
-            nonlocal count
-            count += 1
-            return self.thing.place + count
-
-        self.draw = draw
-        self.lock = threading.Lock()
-        self.nothing = object()
-        self.fixed = np.arange(3.0)
-        self.fixed.flags.writeable = False
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        if seed is not None:
-            self.action_space.seed(seed)
-        self.shared = self.np_random.spawn(1)[0]
-        self.late = self.Thing(5)
-        return self._observe(), {}
-
-    def step(self, action):
-        self.row[...] += self.shared.random()
-        self.thing.move(int(action["a"]))
-        self.recent.append(self.Thing(len(self.recent)))
-        self.counts[int(action["a"])] += 1
-        self.table[int(action["a"])].append((1, 2.0))
-        self.objects[0].append(next(self.iterator))
-        self.names.add(str(self.python.random())[:3])
-        self.file.write(b"x" * int(self.old.randint(3)))
-        self.cycle["cycle"]["cycle"][0].append(self.cycle["env"].draw())
-        self.long[-1][-1][int(action["a"])] += 1
-        over = bool(self.np_random.random() < 0.1)
-        return (
-            self._observe(),
-            float(self.action_space.sample()["b"][0][0]),
-            over,
-            False,
-            {"names": sorted(self.names)},
-        )
-
-    def _observe(self):
-        return np.array(
-            [
-                *(
-                    self.grid.sum(),
-                    self.move(1),
-                    self.pair[0].place,
-                    self.pair[1][0].move(2),
-                    self.me.draw(),
-                ),
-                *(
-                    self.python.random(),
-                    self.old.random(),
-                    self.file.tell(),
-                    len(self.recent),
-                    self.counts[1],
-                ),
-                *(
-                    sum(self.long[:9]) + sum(map(len, self.table.values())),
-                    next(self.iterator) + sum(map(len, self.objects)) + self.fixed[1],
-                ),
-            ]
-        )
-
-
-def test_all_that_attributes_may_hold():
-    assert_goes_on(Toy, ends=30, pickled=False)
-
-
 class Seldom(gymnasium.Env):
     """Does with its `held` what `change` does, but so seldom that no proof sees it."""
 
@@ -195,44 +84,10 @@ class Seldom(gymnasium.Env):
         return self.show(self.held), 0.0, False, False, {}
 
 
-def unlock(array):
-    array.flags.writeable = True
-    array += 1
-    array.flags.writeable = False
-    return array
-
-
 def locked():
     array = np.zeros(9)
     array.flags.writeable = False
     return array
-
-
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        pytest.param(locked, unlock, id="an array that the env unlocks"),
-        pytest.param(
-            lambda: np.frombuffer(bytes(72)),
-            lambda array: np.frombuffer((array + 1).tobytes()),
-            id="memory of bytes",
-        ),
-    ],
-)
-def test_arrays_that_cannot_be_written_to_may_differ(make, change):
-    stateful = StatefulEnv(Seldom(make, change))
-    env = stateful.env
-    prove(stateful, fresh=True)
-    env.reset()
-    before = stateful.save()
-    for _ in range(100):
-        obs, *_ = env.step(0)
-    after = stateful.save()
-    assert obs.tolist() == [1.0] * 9
-    for state, expected in [(before, 0.0), (after, 1.0), (before, 0.0)]:
-        stateful.restore(state)
-        assert not env.held.flags.writeable
-        assert env.step(0)[0].tolist() == [expected] * 9
 
 
 def first_to_last(held):
@@ -455,27 +310,6 @@ def test_an_env_may_say_its_state_itself():
     assert_goes_on(Tells, ends=0, pickled=False)
 
 
-def test_so_may_its_user():
-    env = wrappers.TimeLimit(Hidden(), 9)
-
-    def get(env):
-        return env.unwrapped.last
-
-    def set_(env, last):
-        env.unwrapped.last = last
-        _COUNTERS[env.unwrapped] = itertools.count(last + 1)
-
-    env.reset(seed=0)
-    env.step(0)
-    stateful = StatefulEnv(env, (get, set_))
-    prove(stateful)
-    state = stateful.save()
-    first = [env.step(0) for _ in range(7)]
-    for _ in range(3):
-        stateful.restore(state)
-        assert [env.step(0) for _ in range(7)] == first  # TimeLimit's count is put back, too
-
-
 def test_what_is_not_in_attributes_is_seen():
     env = wrappers.TimeLimit(Hidden(), 9)
     with pytest.raises(
@@ -545,13 +379,6 @@ def test_what_is_no_value_is_named(make, what):
         StatefulEnv(env).save()
     if hasattr(held, "close"):
         held.close()
-
-
-def test_a_state_is_for_envs_of_its_kind():
-    state = StatefulEnv(gymnasium.make("CartPole-v1")).save()
-    for other in (gymnasium.make("Acrobot-v1"), gymnasium.make("CartPole-v1").unwrapped):
-        with pytest.raises(jaxvec.EnvStateError, match="cannot restore a state of .*CartPoleEnv into "):
-            StatefulEnv(other).restore(state)
 
 
 class Later(Hidden):
@@ -624,36 +451,6 @@ def test_a_wrapper_may_come_in_between():
         stateful.restore(before)
 
 
-def test_memory_that_is_lent_stays():
-    """What an env writes to a buffer is its own; the state has a copy of it, and the env keeps the buffer."""
-    segment = mmap.mmap(-1, 4096)
-    buffers = list(np.frombuffer(segment, np.float64).reshape(2, -1)[:, :5])
-
-    class Writer(Hidden):
-        observation_space = spaces.Box(-np.inf, np.inf, (5,), np.float64)
-
-        def set_observation_buffer(self, buffer):
-            self.lent = {"there": (buffer,)}
-
-        def step(self, action):
-            self.lent["there"][0][...] += self.np_random.random(5)
-            return self.lent["there"][0], 0.0, False, False, {}
-
-    envs = [Writer(), Writer()]
-    for env, buffer in zip(envs, buffers, strict=True):
-        env.reset(seed=0)
-        env.set_observation_buffer(buffer)
-    envs[0].step(0)
-    state = StatefulEnv(envs[0]).save()
-    first = [envs[0].step(0)[0].copy() for _ in range(3)]
-    for env, buffer in zip(envs, buffers, strict=True):
-        StatefulEnv(env).restore(state)
-        assert env.lent["there"][0] is buffer
-        for expected in first:
-            np.testing.assert_array_equal(env.step(0)[0], expected)
-            np.testing.assert_array_equal(buffer, expected)
-
-
 def test_a_replayed_env():
     assert_goes_on(lambda: ReplayEnv(gymnasium.make("CartPole-v1")), ends=20)
     assert_goes_on(lambda: ReplayEnv(lambda: gymnasium.make("FrozenLake-v1")), ends=20)
@@ -675,72 +472,3 @@ def test_a_replayed_env_may_change_its_actions():
 
 
 # --- Envs with their state in a C library ---------------------------------------------------------------
-
-
-def falling_ball():
-    pybullet = pytest.importorskip("pybullet")
-
-    class FallingBall(gymnasium.Env):
-        observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
-        action_space = spaces.Box(-5, 5, (3,), np.float32)
-
-        def __init__(self):
-            self.client = pybullet.connect(pybullet.DIRECT)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            here = {"physicsClientId": self.client}
-            pybullet.resetSimulation(**here)
-            pybullet.setGravity(0, 0, -9.8, **here)
-            sphere = pybullet.createCollisionShape(pybullet.GEOM_SPHERE, radius=0.1, **here)
-            place = self.np_random.uniform(size=3).tolist()
-            self.ball = pybullet.createMultiBody(1, sphere, basePosition=place, **here)
-            return np.array(place), {}
-
-        def step(self, action):
-            here = {"physicsClientId": self.client}
-            pybullet.applyExternalForce(self.ball, -1, action.tolist(), [0] * 3, pybullet.LINK_FRAME, **here)
-            pybullet.stepSimulation(**here)
-            place, _ = pybullet.getBasePositionAndOrientation(self.ball, **here)
-            return np.array(place), 0.0, False, False, {}
-
-        def close(self):
-            pybullet.disconnect(self.client)
-
-    return FallingBall()
-
-
-def stones_and_gems():
-    """Returns a game of OpenSpiel with random numbers of its own, which are in no text of a state."""
-    pyspiel, shimmy = pytest.importorskip("pyspiel"), pytest.importorskip("shimmy")
-    pytest.importorskip("pettingzoo")
-    return jaxvec.adapters.pettingzoo.PettingZooEnv(
-        shimmy.OpenSpielCompatibilityV0(pyspiel.load_game("stones_and_gems"))
-    )
-
-
-@pytest.mark.parametrize("env_fn", [falling_ball, stones_and_gems])
-def test_states_in_a_c_library_need_a_replayed_env(env_fn):
-    env_fn().close()  # or the test is skipped
-    with jaxvec.make(env_fn, 1, backend="serial", states=1) as envs:
-        envs.reset(seed=0)
-        with pytest.raises(jaxvec.EnvStateError, match=r"wrap the env in.*ReplayEnv|or use .*ReplayEnv"):
-            envs.save()
-    with jaxvec.make(lambda: ReplayEnv(env_fn()), 1, backend="serial", states=1) as envs:
-        envs.reset(seed=0)
-        space = envs.single_action_space
-        is_dict = isinstance(space, spaces.Dict)
-        number = 0
-
-        def play():
-            nonlocal number
-            number += 1
-            action = dict.fromkeys(space, number - 1) if is_dict else np.full(3, 0.1 * number, np.float32)
-            return envs.step([action])
-
-        play(), play()
-        state = envs.save()
-        expected = [play(), play()]
-        number = 2
-        envs.restore(state)
-        assert_equal([play()[:4], play()[:4]], [one[:4] for one in expected])

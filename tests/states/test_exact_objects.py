@@ -12,9 +12,11 @@ import contextlib
 import ctypes
 import enum
 import functools
+import io
 import itertools
 import logging
 import random
+import re
 import threading
 import types
 import weakref
@@ -83,6 +85,17 @@ class Stub:
         return 5
 
 
+class Mangled:
+    __slots__ = ("__moves",)
+
+    def __init__(self):
+        self.__moves = []
+
+    def move(self, n):
+        self.__moves.append(n)
+        return sum(self.__moves)
+
+
 @dataclass(slots=True)
 class Slots:
     held: Any
@@ -119,10 +132,6 @@ def doubled(n, by=2, *, more=1):
     return n * by + more
 
 
-class ListEnv(list):
-    pass
-
-
 def added(owner, name, n):
     """Adds to an attribute, which may not exist yet, and returns it."""
     setattr(owner, name, getattr(owner, name, 0) + n)
@@ -144,15 +153,66 @@ def bumped(mapping, n, key="x"):
     return mapping[key]
 
 
-def spawn(sequence):
-    return sequence.spawn(1)[0].generate_state(1)[0] % 1000
-
-
 def with_defaults():
     def call(n, by=2, *, more=1):
         return n * by + more
 
     return call
+
+
+def increased(container, index, n):
+    container[index] += n
+    return container[index]
+
+
+def shared_total():
+    total = 0
+
+    def add(n):
+        nonlocal total
+        total += n
+
+    def read():
+        return total
+
+    return {"add": add, "read": read}
+
+
+def counting_function():
+    def count(n, seen=[]):  # noqa: B006
+        seen.append(n)
+        count.calls = getattr(count, "calls", 0) + 1
+        return len(seen) + count.calls
+
+    return count
+
+
+def recursive_function():
+    total = 0
+
+    def add(n):
+        nonlocal total
+        total += n
+        return total if n < 3 else add(n - 3)
+
+    return add
+
+
+def call_from_another_place(env, n):
+    env.kept, env.add = env.add, None  # it is not in its place when it is restored
+    env.add = [env.kept] if n % 2 else env.kept
+    value = env.kept(n)
+    env.add, env.kept = env.kept, None
+    return value
+
+
+def adder(total):
+    def add(n):
+        nonlocal total
+        total += n
+        return total
+
+    return add
 
 
 def set_or_delete(env, n):
@@ -176,8 +236,89 @@ def method_of_closure(env):
     return types.MethodType(add, env)
 
 
+def unlocked(array, n):
+    array.flags.writeable = True
+    array[3] += n
+    array.flags.writeable = False
+    return array.sum()
+
+
+def rebound(env, n):
+    was_writeable = env.map.flags.writeable
+    env.map = np.frombuffer((env.map + n).tobytes())
+    return env.map.sum() + 1000 * was_writeable
+
+
 CASES: dict[str, Any] = {
+    # Arrays that share memory.
+    "small view": (
+        build(map=lambda env: np.zeros((64, 64)), door=lambda env: env.map[3, 4:5]),
+        lambda env, n: increased(env.door, 0, n) + 10 * env.map[3, 4],
+    ),
+    "small view before its array": (
+        build(door=lambda env: np.zeros((64, 64))[3, 4:5], map=lambda env: env.door.base),
+        lambda env, n: increased(env.map, (3, 4), n) + 10 * env.door[0],
+    ),
+    "permuted array": (
+        build(map=lambda env: np.zeros((3, 4, 5)).transpose(1, 0, 2).copy("K"), row=lambda env: env.map[1]),
+        lambda env, n: increased(env.row, (2, 3), n) + env.map.sum(),
+    ),
+    "locked array": (
+        build(
+            map=lambda env: np.zeros(10),
+            part=lambda env: env.map[2:5],
+            _=lambda env: env.map.setflags(write=False),
+        ),
+        lambda env, n: increased(env.part, 1, n) + env.map.sum() + 1000 * env.map.flags.writeable,
+    ),
+    "locked view": (
+        build(
+            map=lambda env: np.zeros(10),
+            part=lambda env: env.map[2:5],
+            _=lambda env: env.part.setflags(write=False),
+        ),
+        lambda env, n: increased(env.map, 3, n) + env.part.sum() + 1000 * env.part.flags.writeable,
+    ),
+    "array that is unlocked": (
+        build(map=lambda env: np.zeros(10), _=lambda env: env.map.setflags(write=False)),
+        lambda env, n: unlocked(env.map, n),
+    ),
+    "array in bytes": (build(map=lambda env: np.frombuffer(bytes(80))), lambda env, n: rebound(env, n)),
+    "overlapping windows": (
+        build(
+            map=lambda env: np.zeros(20),
+            windows=lambda env: np.lib.stride_tricks.sliding_window_view(env.map, 4),
+        ),
+        lambda env, n: increased(env.map, n % 20, n) + env.windows.sum(),
+    ),
+    "backward view": (
+        build(map=lambda env: np.zeros(20), back=lambda env: env.map[::-2]),
+        lambda env, n: increased(env.back, n % 10, n) + env.map @ np.arange(20),
+    ),
+    "NumPy scalars of two types": (
+        build(numbers=lambda env: [np.int8(0)] * 12),
+        lambda env, n: (
+            env.numbers.__setitem__(n % 12, np.int8(n % 2) if n % 3 else np.bool_(n % 2))
+            or sum(number.dtype.num * (i + 1) for i, number in enumerate(env.numbers))
+        ),
+    ),
     # Attributes that are reached in another way as well.
+    "inner list": (
+        build(grid=lambda env: [[0] * 3 for _ in range(20)], row=lambda env: env.grid[7]),
+        lambda env, n: increased(env.row, n % 3, n) + sum(map(sum, env.grid)),
+    ),
+    "twenty times one row": (
+        build(grid=lambda env: [[0] * 3] * 20),
+        lambda env, n: increased(env.grid[n % 20], 0, n) + sum(map(sum, env.grid)),
+    ),
+    "inner dict": (
+        build(table=lambda env: {n: {"x": 0} for n in range(20)}, one=lambda env: env.table[5]),
+        lambda env, n: increased(env.one, "x", n) + sum(row["x"] for row in env.table.values()),
+    ),
+    "metadata of its own": (
+        build(metadata=lambda env: {"played": 0}),
+        lambda env, n: increased(env.metadata, "played", n),
+    ),
     "vars of a function": (
         build(
             function=lambda env: lambda n: n + env.count,
@@ -219,6 +360,10 @@ CASES: dict[str, Any] = {
         build(thing=lambda env: Slots([0])),
         lambda env, n: env.thing.held.append(n) or added(env.thing, "n", sum(env.thing.held)),
     ),
+    "method of an object with a mangled slot": (
+        build(move=lambda env: Mangled().move),
+        lambda env, n: env.move(n),
+    ),
     # Generators.
     "two generators on one": (
         build(
@@ -243,6 +388,13 @@ CASES: dict[str, Any] = {
             env.pool.append(env.pool[n % 3].spawn(1)[0]) or sum(each.random() for each in env.pool)
         ),
     ),
+    "seeded space": (
+        build(
+            space=lambda env: spaces.Dict(a=spaces.Discrete(9), b=spaces.Box(-1, 1)),
+            _=lambda env: env.space.seed(1),
+        ),
+        lambda env, n: env.space.sample()["b"][0] + env.space["a"].sample(),
+    ),
     # Records of constructor arguments, and objects that many envs share.
     "spec": (
         lambda env: setattr(env, "spec", gymnasium.spec("CartPole-v1").__class__("A-v0")),
@@ -263,6 +415,38 @@ CASES: dict[str, Any] = {
         lambda env, n: env.planet.number * n + env.planet.mass,
     ),
     # Functions and methods.
+    "two closures over one variable": (
+        lambda env: vars(env).update(shared_total()),
+        lambda env, n: env.add(n) or env.read(),
+    ),
+    "attribute and default of a function": (
+        build(function=lambda env: counting_function()),
+        lambda env, n: env.function(n),
+    ),
+    "recursive closure in another place": (
+        build(add=lambda env: recursive_function(), kept=lambda env: None),
+        call_from_another_place,
+    ),
+    "two functions of one name and line": (
+        build(
+            held=lambda env: None,
+            both=lambda env: [(lambda n, x=[1]: n + x[0]), (lambda n, x=[2]: n * x[0])],
+        ),
+        lambda env, n: setattr(env, "held", env.both[n % 2]) or env.held(n),
+    ),
+    "closures that are made later": (
+        build(draws=lambda env: []),
+        lambda env, n: (
+            env.draws.insert(0, functools.partial(adder(n), n)) or sum(draw() for draw in env.draws[:3])
+        ),
+    ),
+    "partial of a method of a list": (
+        build(
+            default=lambda env: collections.defaultdict(list),
+            add=lambda env: functools.partial(env.default[1].append),
+        ),
+        lambda env, n: env.add(n) or sum(env.default[1]),
+    ),
     "keyword defaults": (
         build(call=lambda env: with_defaults()),
         lambda env, n: (
@@ -290,6 +474,18 @@ CASES: dict[str, Any] = {
         lambda env, n: bumped(env.held, n, "more") + env.call(n),
     ),
     # Containers and memory.
+    "long list of itself": (
+        build(held=lambda env: [*range(9)], _=lambda env: env.held.append(env.held)),
+        lambda env, n: env.held[-1][-1].__setitem__(n % 3, n) or sum(env.held[:9]),
+    ),
+    "dict of the env": (
+        build(table=lambda env: {"env": env}),
+        lambda env, n: added(env.table["env"], "x", n),
+    ),
+    "file in memory": (
+        build(file=lambda env: io.BytesIO()),
+        lambda env, n: env.file.write(bytes(n)) + env.file.tell(),
+    ),
     "order of a dict from a set": (
         build(held=lambda env: dict.fromkeys({"a", "b", "c"})),
         lambda env, n: bumped(env.held, n, "abc"[n % 3] + str(n)) + len(next(reversed(env.held))),
@@ -334,6 +530,16 @@ CASES: dict[str, Any] = {
         build(held=lambda env: array.array("d", [0]), view=lambda env: [env.held]),
         lambda env, n: env.view[0].append(n) or sum(env.held),
     ),
+    "counter and iterator": (
+        build(counter=lambda env: collections.Counter(), steps=lambda env: itertools.count(3)),
+        lambda env, n: increased(env.counter, n % 3, n) + sum(env.counter.values()) + next(env.steps),
+    ),
+    "compiled pattern": (
+        build(pattern=lambda env: re.compile("a+")),
+        lambda env, n: (
+            setattr(env, "pattern", re.compile("a" * (n % 4 + 1))) or len(env.pattern.match("aaaa").group())
+        ),
+    ),
     "user dict": (
         build(held=lambda env: collections.UserDict(x=0)),
         lambda env, n: env.held.update(x=env.held["x"] + n) or env.held["x"],
@@ -358,9 +564,6 @@ def env_counter(env):
         return total + env.count
 
     return make
-
-
-# What may be refused, since no copy of it can be exact.
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from itertools import cycle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.disasters import PATIENCE
+from support.disasters import RaisingEnv
 from support.probe import _ffi, _native, pool_of
+from support.scripts import run_python
 from support.state_game import (
     CAPACITY,
     NUM_ENVS,
@@ -82,12 +81,10 @@ def counting(env_id):
     return CountingEnv(4)
 
 
-@pytest.fixture(params=["ffi", "io_callback"])
-def pool(request, make, no_jax_log):
+@pytest.fixture
+def pool(make, transport, no_jax_log):
     """Yields four CartPoles, a handle that has moved a bit, and their states."""
-    if request.param == "ffi" and _ffi.reason_unavailable():
-        pytest.skip(_ffi.reason_unavailable())
-    envs = make("CartPole-v1", 4, states=400, num_workers=2, transport=request.param)
+    envs = make("CartPole-v1", 4, states=400, num_workers=2, transport=transport)
     handle, _ = jaxvec.reset(envs, seed=0)
     handle, _ = jaxvec.step(handle, ACTIONS[0])
     return envs, *save_in_jit(handle)
@@ -101,21 +98,6 @@ def test_scans_of_simulate_are_those_of_step(pool):
     )
     equal(simulate(state)[1], stepped)
     equal(simulate(state)[1], stepped)  # which has changed nothing
-
-
-def test_envs_go_on_in_a_program_as_if_nothing_had_been(pool):
-    _, handle, _ = pool
-
-    @jax.jit
-    def there_and_back(handle):
-        handle, state = jaxvec.save(handle)
-        handle, first = jax.lax.scan(jaxvec.step, handle, ACTIONS)
-        handle, _ = jaxvec.restore(handle, state)
-        handle, second = jax.lax.scan(jaxvec.step, handle, ACTIONS)
-        return handle, first, second
-
-    handle, first, second = there_and_back(handle)
-    equal(first, second)
 
 
 def test_under_vmap_each_instance_has_states_of_its_own(pool):
@@ -229,8 +211,7 @@ with jaxvec.make("CartPole-v1", 2, states=10, backend="serial") as envs:
 
 
 def test_a_state_of_another_process_is_refused(make):
-    words = [sys.executable, "-c", ELSEWHERE]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    printed = run_python("-c", ELSEWHERE, check=True).stdout
     foreign = np.array(ast.literal_eval(printed), np.uint32)
     envs = make("CartPole-v1", 2, states=10, backend="serial")
     envs.reset(seed=1)
@@ -322,14 +303,8 @@ def test_a_mask_chooses_the_envs_to_restore(make):
 def test_faults_are_undone_by_a_mask(make):
     """The recipe of the page about faults: envs that failed go on from their last saved states."""
 
-    class Raising(CountingEnv):
-        def step(self, action):
-            if action == 9:
-                raise RuntimeError("fragile")
-            return super().step(action)
-
     policy = jaxvec.Restart(max_restarts=None, rate=None)
-    envs = make(Raising, 4, states=4, num_workers=2, on_fault=policy)
+    envs = make(RaisingEnv, 4, states=4, num_workers=2, on_fault=policy)
     handle, _ = jaxvec.reset(envs, seed=0)
 
     @jax.jit
@@ -345,7 +320,7 @@ def test_faults_are_undone_by_a_mask(make):
         return jax.lax.scan(step, handle, actions[1:])
 
     actions = np.ones((8, 4), int)
-    actions[4, 1] = actions[5, 2] = actions[7, 1] = 9
+    actions[4, 1] = actions[5, 2] = actions[7, 1] = 7
     _, (timestep, restored) = program(handle, actions)
     np.testing.assert_array_equal(timestep.info["fault"], timestep.truncated)
     assert [each.tolist() for each in timestep.info["fault"].nonzero()] == [[3, 4, 6], [1, 2, 1]]

@@ -12,10 +12,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,20 @@ def make(*args: object, **options: object) -> jaxvec.VectorEnv:
         options["timeouts"] = jaxvec.Timeouts(**{"start": PATIENCE} | limits)
     with jaxvec.config.override(**settings):
         return jaxvec.make(*args, **options)
+
+
+@contextmanager
+def closing_all(make: Callable[..., Any], **options: Any) -> Iterator[Callable[..., Any]]:
+    """Yields `make`, and closes all that it made; `options` are of `close`."""
+    made: list[Any] = []
+
+    def make_and_remember(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    yield make_and_remember
+    for closable in made:
+        closable.close(**options)
 
 
 class Driver:
@@ -332,6 +348,10 @@ def throw(error):
     raise error
 
 
+def bad_luck():
+    raise ValueError("bad luck")
+
+
 def exhaust_memory():
     """Sets the memory limit of the process to its use, and then exceeds it."""
     used = psutil.Process().memory_info().vms
@@ -340,7 +360,7 @@ def exhaust_memory():
 
 
 FAILURES = {
-    "picklable": (lambda: throw(ValueError("bad luck")), "ValueError.*bad luck"),
+    "picklable": (bad_luck, "ValueError.*bad luck"),
     "two arguments": (lambda: throw(TwoArguments("a", "b")), "TwoArguments.*a and b"),
     "unpicklable": (lambda: throw(Unpicklable()), "Unpicklable.*holds a lock"),
     "raising in __reduce__": (lambda: throw(RaisesInReduce("x")), "RaisesInReduce.*x"),
@@ -421,6 +441,15 @@ class FailingEnv(CountingEnv):
 
 def failing(where, action, victim=2):
     return lambda env_id: FailingEnv(env_id, where, action, victim)
+
+
+class RaisingEnv(CountingEnv):
+    """An env that raises an error in a step with action 7."""
+
+    def step(self, action):
+        if action == 7:
+            bad_luck()
+        return super().step(action)
 
 
 def waiting_for(path):

@@ -307,7 +307,6 @@ def _call(function: Any, n: int) -> Any:
 # ----------------------------------------------------------------------------------------------------------
 
 NUM_ROOTS = 5
-QUIET = 300  # steps that only count, for structures that are made late
 
 
 class GraphEnv(gymnasium.Env[Any, Any]):

@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,11 @@ driver.reset()
 STEPPING = r'os.write(1, b"stepping\n"); signal.pause()'
 
 
+@contextmanager
 def run_script(
     step: str = "pass", then: str = "pass", way: Way | None = None, dispatch: str = "auto", **kwargs: object
-) -> subprocess.Popen[str]:
-    """Starts a script that makes a pool, prints its workers' pids, and does `then`.
+) -> Iterator[subprocess.Popen[str]]:
+    """Yields a script that makes a pool, prints its workers' pids, and does `then`; kills it in the end.
 
     Args:
         step: what an env does in `step`.
@@ -72,9 +74,13 @@ def run_script(
     else:
         make = DRIVEN.format(tests=str(Path(__file__).parents[1]), way=way)
     source = textwrap.dedent(SCRIPT).format(step=step, make=make, then=then)
-    return subprocess.Popen(
+    script = subprocess.Popen(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )
+    try:
+        yield script
+    finally:
+        end(script)
 
 
 def run_python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:

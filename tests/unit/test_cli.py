@@ -389,11 +389,6 @@ def test_measurements_of_a_pool_go_on_with_its_episodes(make):
     assert (envs.stats().total.steps, envs.stats().total.resets) == (14, 2)
 
 
-def test_workers_of_bench_import_no_jax():
-    source = "import sys, jaxvec.cli._bench; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=200)
-
-
 # --- check -----------------------------------------------------------------------------------
 
 STATUSES = {

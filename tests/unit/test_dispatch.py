@@ -26,7 +26,7 @@ from jaxvec import _native
 from jaxvec._engine import choice, dispatch
 from jaxvec._engine.move import Verb, requests
 from jaxvec.cli._main import main
-from jaxvec.testing import CountingEnv, NestedEnv
+from jaxvec.testing import CountingEnv
 
 REQUESTED = [Verb.RESET, Verb.STEP, Verb.SAVE, Verb.RESTORE]
 
@@ -126,18 +126,6 @@ def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers)
         assert timestep.obs[:, 1].tolist() == total.tolist()
         assert timestep.obs[~over, 3].tolist() == action[~over].tolist()
     assert envs.get_attr("steps") == (300,) * num_envs
-
-
-def test_both_hand_offs_give_the_same_bits(make):
-    if _native.reason_unavailable() is not None:
-        pytest.skip(str(_native.reason_unavailable()))
-    pools = [make(NestedEnv, 5, num_workers=2, dispatch=kind) for kind in ("native", "portable")]
-    timesteps = [envs.reset(seed=3) for envs in pools]
-    pools[0].action_space.seed(0)
-    for _ in range(50):
-        action = pools[0].action_space.sample()
-        assert str(timesteps[0]) == str(timesteps[1])
-        timesteps = [envs.step(action) for envs in pools]
 
 
 def test_an_unknown_hand_off_is_refused():
