@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from jax.sharding import Sharding, SingleDeviceSharding
+from numpy.typing import NDArray
 
 from jaxvec._envs import constructors
 from jaxvec._errors import JaxvecError
 from jaxvec._leaves import as_is, as_jax
-from jaxvec._memory.segment import Rows
+from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._options import (
     AutoresetName,
     CheckMode,
@@ -73,12 +75,21 @@ class Placement:
         # On the CPU, JAX aliases aligned host memory, so it gets a copy. On other devices it copies from
         # the segment, which must stay unchanged until all copies are done.
         if self._platform == "cpu":
-            rows = [array.copy() for array in rows]
+            rows = [_copy(array) for array in rows]
         return jax.block_until_ready(jax.device_put(list(rows), self.sharding))
 
     @property
     def _platform(self) -> str:
         return next(iter(self.sharding.device_set)).platform
+
+
+def _copy(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns a copy with the alignment that JAX needs to alias it."""
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 _IN_PROGRAM = (
