@@ -44,7 +44,8 @@ class JaxvecError(Exception):
         # Errors are sent between processes, for example by Ray Tune. The default would call `__init__` with
         # `args` only, without its keyword arguments; `__newobj__` calls `__new__` alone, and an OSError, such
         # as TimeoutError, then takes no `args` from it.
-        return copyreg.__newobj__, (type(self),), {"args": self.args, **self.__dict__}
+        new: Any = vars(copyreg)["__newobj__"]
+        return new, (type(self),), {"args": self.args, **self.__dict__}
 
 
 # --- Errors of the caller: nothing was stepped, and the pool stays usable -----------------------

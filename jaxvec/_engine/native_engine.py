@@ -83,14 +83,14 @@ class CEngine(Engine):
                 "all_slots": pending_envs.all,
             }
         )
-        self._state = memoryview(state)  # `State` in engine.h, which says who writes what
+        self._state = state.data  # `State` in engine.h, which says who writes what
 
     @property
     def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._state[_LAST_CALLER]
 
     @last_caller.setter
-    def last_caller(self, code: int) -> None:
+    def last_caller(self, code: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._state[_LAST_CALLER] = code
 
     @property
@@ -168,7 +168,8 @@ class CEngine(Engine):
         ring = np.frombuffer(memory, _SPAN)
         kept = min(count, len(ring))
         spans = np.roll(ring, -count)[len(ring) - kept :].tolist()  # oldest first
-        return Trace([Span(_NAMES[what], *times, thread) for *times, thread, what in spans], count - kept)
+        named = [Span(_NAMES[what], start, end, thread) for start, end, thread, what in spans]
+        return Trace(named, count - kept)
 
     def close(self) -> None:
         super().close()

@@ -133,7 +133,9 @@ class BatchSlice(Slice):
         self._returns = np.zeros((count, *spec.reward.shape))
         self._lengths = np.zeros(count, np.int32)
         self._over = np.zeros(count, np.bool_)  # True after a step that ended an episode
-        self.access = BatchAccess(instances, size, first)
+        access = BatchAccess(instances, size, first)
+        self.access = access
+        self._infos = access.infos  # which it gives to those who ask
         # Creating a writer for a single row is slow, so do it once.
         infos = [spec.declared, *([spec.info.child("final_info")] if spec.has_final_info else [])]
         nodes: list[Node] = [child for info in infos for child in info.children[::2]]
@@ -295,7 +297,7 @@ class BatchSlice(Slice):
     def _write_infos(self, which: int, rows: slice, info: Any, over: NDArray[np.bool_]) -> None:
         if not isinstance(info, dict):
             raise InvalidValue(f"info must be a dict, got {type(info).__name__}")
-        self.access.infos[which] = info
+        self._infos[which] = info
         self._arrays["raw_info",][rows] = kind_of(info)
         self._write_declared(self._spec.declared, info, rows)
         if self._spec.has_final_obs:

@@ -111,10 +111,13 @@ def _constants(module: ModuleType) -> dict[str, str]:
     _read_constants(tree.body, "", constants, stores)
     changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     for node in ast.walk(tree):
-        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        # `self.x = ...` sets another attribute than the class's `x`.
-        if stored and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-            changed.add(node.attr)
+        match node:
+            case ast.Attribute(value=ast.Name(id="self")):
+                pass  # another attribute than the class's of the same name
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                changed.add(name)
+            case _:
+                pass
     return {
         place: repr(value)
         for place, value in constants.items()
@@ -132,7 +135,7 @@ def _read_constants(
         match statement:
             case ast.ClassDef():
                 _read_constants(statement.body, f"{prefix}{statement.name}.", constants, stores)
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if value is not None:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 _read_constant(prefix + name, value, constants)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 _read_constant(prefix + name, value, constants)

@@ -196,11 +196,12 @@ def make_setup(
         large if buffers is not None and interpreter.is_own else None,
     )
     specs = constructors.specs_named(env_fns, pickled_env_fns) if interpreter.is_own else []
+    filters: Any = warnings.filters
     return Setup(
         argv=list(sys.argv),
         warning_filters=[
             (action, message, category.__module__, category.__qualname__, module, line)
-            for action, message, category, module, line in warnings.filters
+            for action, message, category, module, line in filters
         ],
         sys_path=interpreter.sys_path(),
         python_path=(os.environ if interpreter.is_own else config.workers.env).get("PYTHONPATH"),

@@ -142,9 +142,10 @@ def _check_options(target: Target) -> list[Check]:
             if any(envs.map(_in_workers.imports_jax)):
                 checks[0] = Check(_NO_JAX, WARN, _IMPORTS_JAX, 1)
             envs.reset()
+            state = envs.save()
             for _ in range(_WORKER_STEPS):
-                state = envs.save()  # in each step, as the env may create objects late
                 envs.step(pad(space, [space.sample()]))
+                state = envs.save()  # after each step, as the env may create objects late
             packed = envs.pack_states(state)
             steps = _step(envs, envs.restore(state))
         # A new interpreter also has another seed of the hashes of strings.
