@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import fake_cuda
 from support.ahead_of_time import with_much_to_compute
 from support.disasters import RaisingEnv
-from support.probe import Packing, _ffi, _native, _primitive, pool_of
+from support.probe import Packing, _ffi, _native, _primitive, num_moves, pool_of
 from test_cuda import ImageEnv, page_locking, pool  # noqa: F401
 
 import jaxvec
@@ -118,7 +118,8 @@ def run(make, env, program, transport="ffi"):
     envs = make(env, 4, num_workers=2, transport=transport)
     handle, _ = jax.jit(lambda: jaxvec.reset(envs, seed=3))()
     handle, timesteps = jax.jit(lambda *each: program(*each))(handle, jnp.array([1, 2, 3, 4]))
-    return envs, (np.asarray(handle.token[..., 1:]), jax.device_get(timesteps))
+    token = np.asarray(handle.token)
+    return envs, (token[..., 1], num_moves(envs, token[..., 2]), jax.device_get(timesteps))
 
 
 @pytest.mark.slow(but=2)
