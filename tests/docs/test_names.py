@@ -16,6 +16,7 @@ OTHERS = {
     "client.dma_map",
     "UNIMPLEMENTED",
     "jvp",
+    "hessian",
     "vjp",
     "jax.make_mesh",
 }  # XLA, JAX
