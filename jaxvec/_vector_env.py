@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import wraps
 from pathlib import Path
@@ -641,7 +641,7 @@ class VectorEnv:
 
         Raises:
             ValueError: `timeout` is negative. Nothing was closed.
-            JaxvecError: A program that was still running failed because of the pool, which is closed now.
+            JaxvecError: A program that nobody waited for failed because of the pool, which is closed now.
 
         Example:
             ```python
@@ -664,31 +664,34 @@ class VectorEnv:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Closes the pool. If a program failed because of the pool, raises the typed error, not JAX's."""
-        cause = self._pool.state.take_error()
+        state = self._pool.state
+        cause = None
         if kind is None:
             # On a device, JAX may report a failed program only after this block.
-            cause = self._unseen_error() or (cause if self._pool.state.errors_late else None)
-        elif kind.__module__.partition(".")[0] not in ("jax", "jaxlib"):
-            cause = None
+            cause = self._unseen_error() or (state.take_error() if state.errors_late else None)
+        elif kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+            cause = state.take_error()
         self._pool.close(timeout=5)
         if cause is not None:
             # Shows the frames of the user's program, instead of the pool's frames and JAX's copy of the text.
             raise cause.with_traceback(trace) from cause.__cause__
 
     def _unseen_error(self) -> BaseException | None:
-        """Waits for the programs that this thread has started; returns the pool's error if one fails now.
+        """Waits for the programs that this thread has started; returns the pool's error if one has failed.
 
-        With several devices, or on a GPU, a program may still run when the call that started it has returned.
+        With several devices, or on a GPU, the call that starts a program returns before the program ends. So
+        the error may also be one that the caller has met and caught. Others are not in JAX's tokens.
         """
         jax: Any = sys.modules.get("jax")
         if jax is None or self.closed:
             return None
-        self._pool.state.take_error()  # of an earlier program, whose result the caller had
-        with suppress(RuntimeError):  # of JAX, which has only the text of the error
+        try:
             jax.effects_barrier()
-        error = self._pool.state.take_error()
-        # Other devices may have met the broken pool after the error that broke it.
-        return error and (self._pool.state.broken_by or error)
+        except RuntimeError:  # of JAX, which has only the text of the error
+            error = self._pool.state.take_error()
+            # Other devices may have met the broken pool after the error that broke it.
+            return error and (self._pool.state.broken_by or error)
+        return None
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self._pool.state.broken_by else "open"

@@ -246,8 +246,8 @@ def time_flies(monkeypatch, tmp_path):
 
 
 UNSEEN = """
-import sys, time
-from pathlib import Path
+import os, sys
+from contextlib import suppress
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
 import jax.numpy as jnp
@@ -256,15 +256,14 @@ from jax.sharding import PartitionSpec as P
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-go, transport, end = Path(sys.argv[1]), *sys.argv[2:]
+pipe, transport, end, when = sys.argv[1:]
+os.mkfifo(pipe)
 
 class Env(CountingEnv):
     def step(self, action):
-        deadline = time.monotonic() + 60
-        while not go.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        open(pipe).close()  # waits for the program, which opens the other end when its call has returned
         if self.env_id == 1:
-            raise ValueError("bad luck" if go.exists() else "the call has waited")
+            raise ValueError("bad luck")
         return super().step(action)
 
     def __init__(self, env_id):
@@ -275,26 +274,34 @@ mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
 program = jax.jit(jax.shard_map(jaxvec.step, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
 with jaxvec.config.override(transport=transport):
     envs = jaxvec.make(Env, 2, num_workers=2)
+
+def call():
+    result = program(handle, action)
+    writer = open(pipe, "w")
+    if when == "before":
+        with suppress(RuntimeError):
+            jax.effects_barrier()  # until it has failed, but without a look at its result
+    return result, writer
+
 try:
     handle, _ = jaxvec.reset(envs)
     action = jax.device_put(jnp.zeros(2, int), jax.sharding.NamedSharding(mesh, P("d")))
     if end == "close":
-        result = program(handle, action)
-        go.touch()
+        kept = call()
         envs.close()
     else:
         with envs:
-            result = program(handle, action)
-            go.touch()
+            kept = call()
 except jaxvec.EnvError as error:
     print(error.env_id, error.__cause__, envs.closed)
 """
 
 
+@pytest.mark.parametrize("when", ["before", "during"])
 @pytest.mark.parametrize("end", ["with", "close"])
-def test_the_error_of_a_program_that_nobody_waits_for_is_raised_at_the_end(tmp_path, transport, end):
+def test_the_error_of_a_program_that_nobody_waits_for_is_raised_at_the_end(tmp_path, transport, end, when):
     """Over several devices, as on some GPU clients, the call of a program returns before the program ends."""
-    run = run_python("-c", UNSEEN, tmp_path / "go", transport, end)
+    run = run_python("-c", UNSEEN, tmp_path / "pipe", transport, end, when)
     assert run.stdout == "1 bad luck True\n", run.stderr
 
 
