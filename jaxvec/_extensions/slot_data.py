@@ -1,4 +1,4 @@
-"""What a saved state has beside the env itself: the progress of the episode, and what the row cannot show."""
+"""Data of a saved state beside the env itself: the progress of the episode, and what the row cannot show."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class _ActorGroup:
         answer: Any,
         on_result: Callable[[_ActorState, Any], RemoteError | None],
     ) -> None:
-        """Begins a stage with a call, whose answer Ray's thread handles."""
+        """Starts a stage with a call, whose answer Ray's thread handles."""
         actor.stage = stage
         answer.future().add_done_callback(partial(self._on_answer, actor, actor.incarnation, on_result))
 
