@@ -1,7 +1,15 @@
 """Compares published JAX ports with their Python originals: `python -m benchmarks.ports`.
 
-It writes `docs/ports.json`, and the tables in `docs/developers/ports.md`. Ports whose packages are not
-installed keep their earlier entries. `--page` only writes the tables, and `--only NAME` makes one row.
+It writes `docs/ports.json`, and prints it as tables. Ports whose packages are not installed keep their
+earlier entries. `--print` only prints the tables, and `--only NAME` makes one row. A summary is in
+`docs/how-to/port_an_env.md`.
+
+Errors up to 1e-5 count as equal; they are relative for values above 1. Values in brackets are those of the
+port and of the original, in the step with the largest error. "Free running" means here that each episode
+starts from the resets of both sides. Seeds give other random levels on each side, so these are compared by
+two-sample tests: one finds a difference if its p-value is at most the threshold, 1 % divided by the number
+of tests. Means have 95 % intervals, and are those of the element with the smallest p-value, counted in the
+flat array. A policy is trained on the port by PPO, and then plays on both sides.
 
     pip install "gymnax>=1.0" six minatar navix minigrid pgx open-spiel scipy flax optax
 """
@@ -28,43 +36,7 @@ import jaxvec
 from jaxvec import Timeouts
 from jaxvec.ports import Port, as_port, compare_distributions, compare_port
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-RESULTS, PAGE = DOCS / "ports.json", DOCS / "developers/ports.md"
-_HEADING = """# Ports that were compared
-
-After this page you know how some JAX envs differ from the Python envs of which they are ports.
-`python -m benchmarks.ports` makes it anew. [Port an env to JAX](../how-to/port_an_env.md) explains the modes.
-
-## Steps
-
-- Errors up to 1e-5 count as equal. They are relative for values above 1.
-- "Free running" means here that each episode starts from the resets of both sides.
-- A difference is counted in steps of single envs. Values in brackets are those of the port and of the
-  original, in the step with the largest error.
-- The table says nothing about states that these actions did not reach.
-- A cell of MiniGrid holds one object. Where Navix has a key on another object, MiniGrid got only the key.
-
-"""
-_LEVELS_HEADING = """
-## Random levels and transitions
-
-Seeds give other levels on each side, so episodes with random actions are compared by two-sample tests.
-A test finds a difference if its p-value is at most the threshold: 1 % divided by the number of tests.
-Means are those of the port and of the original, with 95 % intervals, for the element with the smallest
-p-value. Elements are counted in the flat array.
-
-"""
-_TRANSFERS_HEADING = """
-## Policies
-
-A policy is trained on the port by PPO, and then plays on both sides in one program. Mean returns are those
-of the port and of the original, with 95 % intervals, and p is that of the test of returns.
-
-"""
-_SPEED_HEADING = """
-## Speed
-
-"""
+RESULTS = Path(__file__).resolve().parents[1] / "docs/ports.json"
 
 
 @dataclass(frozen=True)
@@ -613,7 +585,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     only = 'make only the row of this port, or "Speed"; may be repeated'
     parser.add_argument("--only", metavar="NAME", action="append", help=only)
-    parser.add_argument("--page", action="store_true", help="only write the tables")
+    parser.add_argument("--print", action="store_true", help="only print the tables")
     parser.add_argument("--num-envs", type=int, default=100)
     parser.add_argument("--num-steps", type=int, default=10_000)
     parser.add_argument("--num-episodes", type=int, default=8192, help="of two-sample tests")
@@ -630,7 +602,7 @@ def main() -> None:
         },
         "Speed": measure_speed,
     }
-    for name, make in {} if args.page else rows.items():
+    for name, make in {} if args.print else rows.items():
         if args.only is None or name in args.only:
             try:
                 entry = make()
@@ -639,15 +611,11 @@ def main() -> None:
                 continue
             RESULTS.write_text(json.dumps(_read() | {name: entry}, indent=1) + "\n")
     old = _read()
-    PAGE.write_text(
-        _HEADING
-        + table({name: old[name] for name in rows if "leaves" in old.get(name, {})})
-        + _LEVELS_HEADING
-        + levels_table({each.name: old[each.name] for each in LEVELS if each.name in old})
-        + _TRANSFERS_HEADING
-        + transfers_table({name[10:]: old[name] for name in rows if "trained_steps" in old.get(name, {})})
-        + (_SPEED_HEADING + speed_text(old["Speed"]) if "Speed" in old else "")
-    )
+    print(table({name: old[name] for name in rows if "leaves" in old.get(name, {})}))
+    print(levels_table({pair.name: old[pair.name] for pair in LEVELS if pair.name in old}))
+    print(transfers_table({name[10:]: old[name] for name in rows if "trained_steps" in old.get(name, {})}))
+    if "Speed" in old:
+        print(speed_text(old["Speed"]))
 
 
 if __name__ == "__main__":

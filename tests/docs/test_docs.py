@@ -25,9 +25,6 @@ from support.probe import _errors
 import jaxvec
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "docs"))
-import error_messages  # noqa: E402
-
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 
@@ -156,31 +153,6 @@ def test_the_reference_has_every_public_name():
     }
     assert {*jaxvec.__all__} - {*_errors.__all__} - listed == set()
     assert "_errors" in listed
-
-
-def test_the_page_of_error_messages_lists_the_texts_of_errors():
-    assert sorted(error_messages.messages(_ERRORS)) == [
-        ("EnvError", "{where} failed"),
-        ("EnvIdError", "a name"),
-        ("EnvIdError", "another name"),
-        ("ValueError", "env {slot} has {keys}, not two"),
-    ]
-    page = error_messages.page(Path(jaxvec.__file__).parent)
-    tables = {*re.findall(r"^## (\w+)$", page, re.MULTILINE)}
-    assert {*_errors.__all__} - tables == {"JaxvecError", "EnvAttributeError"}  # made from data, as EnvError
-    assert "| `` pool {pool_id} is closed; make a new one `` | `_pool/state.py` |" in page.splitlines()
-
-
-_ERRORS = """
-def check(self, slot, keys, error, report):
-    text = "a name" if slot else "another name"
-    message = f"{self.where} failed"
-    report.error(message, env_id=slot)
-    if slot:
-        raise _errors.EnvIdError(text) from error
-    raise ValueError(f"env {slot} has {sorted(keys)}, " "not two")
-    raise TypeError(str(error))  # no text of its own
-"""
 
 
 def test_the_chart_of_speeds_shows_the_figures_of_the_last_benchmark():

@@ -32,7 +32,7 @@ NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np":
 
 # These classes' methods have an example each; elsewhere that of the class shows them, or they are our own.
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
-NO_EXAMPLE = {f"jaxvec.{name}": "docs/developers/error_examples.md has them" for name in _errors.__all__}
+NO_EXAMPLE = {f"jaxvec.{name}": "its message says what to do" for name in _errors.__all__}
 NO_EXAMPLE |= {
     f"jaxvec.backends.{name}": "docs/how-to/backend.md has one"
     for name in backends.__all__
