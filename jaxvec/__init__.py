@@ -13,7 +13,12 @@ from jaxvec._settings import config
 from jaxvec._stats import Stats
 
 # What the core does not import itself.
-_extension.extensions += _extensions.make_states, _extensions.make_spare_envs, _extensions.make_recycling
+_extension.extensions += [
+    _extensions.make_states,
+    _extensions.make_spare_envs,
+    _extensions.make_recycling,
+    _extensions.make_module_values,
+]
 _extension.tracer = _extensions.trace_pool
 _extension.interpreters.append(_backends.make_other_python)
 

@@ -6,7 +6,6 @@ The workers make the envs and describe them; the specification of the pool follo
 from __future__ import annotations
 
 import multiprocessing
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from jaxvec import _extension
 from jaxvec._envs import constructors
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.envs import check_vector
-from jaxvec._envs.module_values import describe_changes
 from jaxvec._leaves import DtypePolicy
 from jaxvec._memory.segment import CopyToDevice, split_evenly
 from jaxvec._options import PoolConfig
@@ -127,8 +125,6 @@ def start(
             on_pool=[extension.on_pool for extension in extensions],
         )
         registry.publish(pool)
-        if interpreter.is_own and (text := describe_changes(description.values)) is not None:
-            warnings.warn(text, stacklevel=3)
         return VectorEnv(pool, description, slices=slices, transport=config.settings.transport, place=place)
     except BaseException:
         workers.close(timeout=1)  # seconds; the envs have not been used

@@ -44,7 +44,6 @@ from jaxvec._envs.envs import (
     declares,
     layers_of,
 )
-from jaxvec._envs.module_values import ModuleValues
 from jaxvec._envs.slice import Slice
 from jaxvec._leaves import union
 from jaxvec._memory.large_buffers import map_again
@@ -344,7 +343,6 @@ class Description:
     render_mode: str | None
     info: dict[str, Any] | None  # of its first reset; `None` if it was not reset
     mismatch: str | None  # the text of an error if an env has other spaces; else `None`
-    values: ModuleValues = dataclasses.field(default_factory=dict)  # of the envs of workers
 
 
 def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:

@@ -21,6 +21,16 @@ def make_states(config: PoolConfig) -> Extension | None:
     return StatesExtension(config.states)
 
 
+def make_module_values(config: PoolConfig) -> Extension | None:
+    """Returns none for batched envs, and if the envs' modules are not those of the program."""
+    workers_import = config.backend != "serial" and config.workers.python is None
+    if not workers_import or config.envs_per_instance is not None:
+        return None
+    from jaxvec._extensions.module_values import ValuesExtension
+
+    return ValuesExtension()
+
+
 def trace_pool(
     pool: Pool, slices: tuple[tuple[int, int], ...], path: str | Path, max_events: int
 ) -> AbstractContextManager[Path]:

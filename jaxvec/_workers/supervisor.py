@@ -557,8 +557,7 @@ class Supervisor:
         merged = merge(self._description.spaces, description.spaces, first, equal=equal)
         if isinstance(merged, str) or description.mismatch is not None:
             raise SpaceMismatchError(merged if isinstance(merged, str) else description.mismatch)
-        values = self._description.values | description.values
-        self._description = replace(self._description, spaces=merged, values=values)
+        self._description = replace(self._description, spaces=merged)
 
     # --- Shutdown and messages -----------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, build_spares, close_envs, watch_forks
 from jaxvec._envs.failures import Report
-from jaxvec._envs.module_values import module_values
 from jaxvec._envs.slice import Retirement, Slice, SlotSettings
 from jaxvec._memory.large_buffers import map_buffers
 from jaxvec._memory.segment import Marks, attach_segment
@@ -141,7 +140,6 @@ def run_worker(channel: Channel) -> None:
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )
                     with EnvErrorContext(setup.first, "constructor"):
-                        description = replace(description, values=module_values([*envs, *spares]))
                         ready = Ready(dumps(setup.interpreter.to_plain(description)))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, on_slice, spares)

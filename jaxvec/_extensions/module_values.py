@@ -1,7 +1,8 @@
-"""Simple values in the modules of envs, of which a script may have changed some in the program alone.
+"""Module values: a warning about values in modules of envs that only the program has changed.
 
 Workers import these modules anew. So after `my_library.SPEED = 3`, or with a patched method, an env in a
-worker differs from one in the program. Workers send what they have, and the program names what differs.
+worker differs from one in the program. When a pool starts, its workers send what they have, and the program
+names what differs.
 """
 
 from __future__ import annotations
@@ -10,16 +11,27 @@ import ast
 import inspect
 import math
 import sys
+import traceback
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from jaxvec._envs.envs import layers_of
+from jaxvec._envs.slice import SliceExtension
+from jaxvec._extension import Extension
+from jaxvec._memory.segment import Arrays
+from jaxvec._pool.pool_extension import PoolExtension
+
+if TYPE_CHECKING:
+    from jaxvec._envs.env_slice import EnvSlice
+    from jaxvec._pool.pool import Pool
 
 # By module and place, such as "Cart.gravity": the text of a number or string, or the hash of a function.
 ModuleValues: TypeAlias = dict[str, dict[str, "str | int"]]
@@ -28,6 +40,34 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _MAX_TEXT = 200  # characters of a value that is compared
 _NO_CONSTANTS = (ast.Call, ast.Await, ast.Lambda, ast.NamedExpr, ast.comprehension)
 _CONSTANTS = {"__builtins__": {}, "math": math, "np": np, "numpy": np}
+
+
+class ValuesExtension(Extension):
+    """The comparison of a pool's workers with the program, which it makes once, when the pool starts."""
+
+    def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
+        return SliceValues(env_slice)
+
+    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
+        values: ModuleValues = {}
+        for answer in pool.workers.request(SliceValues.read, lambda *_: (), limit="start"):
+            if isinstance(answer, dict):  # not the error of a worker that was replaced meanwhile
+                values |= answer
+        if (text := describe_changes(values)) is not None:
+            stack = traceback.walk_stack(sys._getframe())
+            own = takewhile(lambda entry: entry[0].f_globals["__name__"].startswith("jaxvec."), stack)
+            warnings.warn(text, stacklevel=len([*own]) + 1)
+        return PoolExtension()
+
+
+class SliceValues(SliceExtension):
+    """The values in a worker."""
+
+    def __init__(self, env_slice: EnvSlice) -> None:
+        self._slots = env_slice.slots
+
+    def read(self) -> ModuleValues:
+        return module_values([*self._slots.envs, *self._slots.spares])
 
 
 def module_values(envs: Iterable[Any]) -> ModuleValues:
