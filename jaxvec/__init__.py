@@ -19,6 +19,7 @@ _extension.extensions += [
     _extensions.make_recycling,
     _extensions.make_module_values,
 ]
+_extension.slices.append(_extensions.choose_batch_slice)
 _extension.tracer = _extensions.trace_pool
 _extension.interpreters.append(_backends.make_other_python)
 

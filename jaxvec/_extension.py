@@ -16,7 +16,7 @@ from jaxvec._spec import PoolSpec
 
 if TYPE_CHECKING:  # each process imports its own half only
     from jaxvec._envs.env_slice import EnvSlice
-    from jaxvec._envs.slice import SliceExtension
+    from jaxvec._envs.slice import Slice, SliceExtension
     from jaxvec._memory.segment import Arrays, ArrayType
     from jaxvec._pool.pool import Pool
     from jaxvec._pool.pool_extension import PoolExtension
@@ -49,6 +49,9 @@ class Extension(ABC):
 
 # Each returns the extension that the options of a pool need, or `None`.
 extensions: list[Callable[[PoolConfig], Extension | None]] = []
+
+# Each returns the constructor of the slices that the options need, or `None` for `EnvSlice`.
+slices: list[Callable[[PoolConfig], Callable[..., Slice] | None]] = []
 
 # Each returns the interpreter of the workers that the options name, or `None` for this one.
 interpreters: list[Callable[[PoolConfig], Interpreter | None]] = []

@@ -15,6 +15,7 @@ from gymnasium.vector import VectorEnv as BatchedVectorEnv
 from jaxvec import _extension
 from jaxvec._envs import constructors
 from jaxvec._envs.constructors import Description
+from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import check_vector
 from jaxvec._leaves import DtypePolicy
 from jaxvec._memory.segment import CopyToDevice, split_evenly
@@ -83,12 +84,14 @@ def start(
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
     env_fns = [interpreter.adapt(env_fn) for env_fn in env_fns]
     extensions = [extension for make in _extension.extensions if (extension := make(config)) is not None]
+    other_slices = (choose(config) for choose in _extension.slices)
     has_fault = config.restart is not None or any(extension.retires_workers for extension in extensions)
     recipe = WorkerRecipe(
         env_fns,
         slices,
         config,
         interpreter,
+        next(filter(None, other_slices), EnvSlice),
         [extension.on_slice for extension in extensions],
         spares=sum(extension.spares for extension in extensions),
         equal_spaces=equal_spaces,

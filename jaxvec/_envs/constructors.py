@@ -1,7 +1,7 @@
-"""From the `env` argument of `make` to constructors, and from built envs to a description and a slice.
+"""From the `env` argument of `make` to constructors, and from built envs to a description.
 
-The parent resolves `env` to one constructor per env (`resolve`). A worker builds its envs with them,
-describes the envs to the parent (`describe`), and steps them in a slice (`slice_of`).
+The parent resolves `env` to one constructor per env (`resolve`). A worker builds its envs with them, and
+describes the envs to the parent (`describe`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from gymnasium.envs.registration import (
 from gymnasium.spaces import Box, Space, Tuple
 from gymnasium.vector import VectorEnv
 
-from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.copies import copied
 from jaxvec._envs.env_rows import one_of
-from jaxvec._envs.env_slice import EnvSlice, OnSlice
 from jaxvec._envs.envs import (
     AttributeErrorContext,
     AttributeFailure,
@@ -44,10 +42,8 @@ from jaxvec._envs.envs import (
     declares,
     layers_of,
 )
-from jaxvec._envs.slice import Slice
 from jaxvec._leaves import union
 from jaxvec._memory.large_buffers import map_again
-from jaxvec._options import PoolConfig
 from jaxvec._settings import check_count
 from jaxvec._spec import EnvSpaces
 from jaxvec._util import install_command
@@ -416,19 +412,3 @@ def _optional(env: Env, env_id: int, name: str) -> Any:
 def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:
     with EnvErrorContext(env_id, name):
         return getattr(env, name)
-
-
-# --- Construction of a slice -----------------------------------------------------------------------------
-
-
-def slice_of(
-    config: PoolConfig,
-    envs: list[Any],
-    env_fns: Sequence[EnvFn],
-    on_slice: Sequence[OnSlice],
-    spares: list[Any] | None = None,
-) -> Callable[..., Slice]:
-    """Returns the constructor of a slice of `envs`, which takes the other arguments of its class."""
-    if config.envs_per_instance is not None:
-        return partial(BatchSlice, envs, size=config.envs_per_instance, check=config.check)
-    return partial(EnvSlice, envs, env_fns, config=config, spares=spares, on_slice=on_slice)

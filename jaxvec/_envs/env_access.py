@@ -1,7 +1,6 @@
 """Access to the envs of a slice between their steps: calls, attributes, infos and Python objects.
 
-`EnvAccess` is the interface, `SlotAccess` the access to envs that each have a slot. `BatchAccess` in
-`batch_slice.py` is that to batched envs.
+`EnvAccess` is the interface, `SlotAccess` the access to envs that each have a slot.
 """
 
 from __future__ import annotations

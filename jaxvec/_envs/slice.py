@@ -137,7 +137,11 @@ class MethodName(NamedTuple):
 
 
 class Slice(ABC):
-    """The envs of neighbouring slots, which fill the rows of these slots in the segment."""
+    """The envs of neighbouring slots, which fill the rows of these slots in the segment.
+
+    `EnvSlice` is the usual one, and documents the arguments of the constructor. `_extension.slices` chooses
+    others.
+    """
 
     first: int  # the first slot
     access: EnvAccess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from jaxvec._extension import Extension
 from jaxvec._options import PoolConfig
 
 if TYPE_CHECKING:  # workers import this file, and never the pool
+    from jaxvec._envs.slice import Slice
     from jaxvec._pool.pool import Pool
 
 
@@ -37,6 +39,14 @@ def trace_pool(
     from jaxvec._extensions import timeline
 
     return timeline.trace_pool(pool, slices, path, max_events)
+
+
+def choose_batch_slice(config: PoolConfig) -> Callable[..., Slice] | None:
+    if config.envs_per_instance is None:
+        return None
+    from jaxvec._extensions.batch_slice import BatchSlice
+
+    return BatchSlice
 
 
 def make_spare_envs(config: PoolConfig) -> Extension | None:

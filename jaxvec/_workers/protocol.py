@@ -26,7 +26,7 @@ from jaxvec._envs import constructors
 from jaxvec._envs.env_slice import OnSlice
 from jaxvec._envs.envs import EnvFn
 from jaxvec._envs.failures import Report
-from jaxvec._envs.slice import MethodName, SlotSettings
+from jaxvec._envs.slice import MethodName, Slice, SlotSettings
 from jaxvec._leaves import KeyPath
 from jaxvec._memory.large_buffers import BufferPlace, LargeBuffers
 from jaxvec._memory.segment import Layout, Slices
@@ -44,6 +44,7 @@ class WorkerRecipe:
     slices: Slices  # `(first, stop)` of each worker's envs
     config: PoolConfig
     interpreter: Interpreter
+    make_slice: Callable[..., Slice]  # `EnvSlice`, or a constructor with its arguments
     on_slice: Sequence[OnSlice]  # of the extensions
     spares: int  # number of envs without a slot that each worker builds for them
     equal_spaces: bool  # whether bounds of observations and rewards must be equal
@@ -189,7 +190,7 @@ def make_setup(
     large: list[PickleBuffer] = []
     env_fns = list(recipe.env_fns[first // size : stop // size])
     pickled_env_fns = _pickle(
-        (env_fns, recipe.on_slice),
+        (env_fns, recipe.make_slice, recipe.on_slice),
         f"the constructor of env {first}",
         ', or use backend="serial"',
         # Another interpreter may have a NumPy that can't read pickles without buffers.

@@ -25,7 +25,7 @@ from jaxvec._engine.choice import choose_dispatch, open_engine, parent_end
 from jaxvec._engine.engine import Engine, EngineConfig
 from jaxvec._engine.move import Verb
 from jaxvec._envs import failures
-from jaxvec._envs.constructors import describe, slice_of
+from jaxvec._envs.constructors import describe
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
 from jaxvec._envs.slice import Arguments, EnvSettings, MethodName
@@ -150,9 +150,18 @@ class SerialWorkers(WorkerGroup):
         slices = ((0, spec.num_envs),)
         end = parent_end(self._dispatch, Marks.of(arrays), slices=slices, channels=(), spin_ns=0)
         self._open_engine = partial(open_engine, end, spec, arrays)
-        make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns, self._recipe.on_slice)
+        recipe = self._recipe
         with self._typed(), EnvErrorContext(0, "constructor"):
-            self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
+            self._slice = recipe.make_slice(
+                self._envs,
+                recipe.env_fns,
+                config=recipe.config,
+                on_slice=recipe.on_slice,
+                first=0,
+                worker=0,
+                spec=spec,
+                arrays=arrays,
+            )
         self._slice.in_program = True
         if self._recipe.shares_values:
             self._slice.access.copied = _share

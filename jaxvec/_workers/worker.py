@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -112,7 +113,7 @@ def run_worker(channel: Channel) -> None:
                     _unpickle(setup.init)()
             with EnvErrorContext(setup.first, "constructor"):
                 large = map_buffers(channel.descriptors.pop(), setup.large) if setup.large else ()
-                env_fns, on_slice = _unpickle(setup.env_fns, large)
+                env_fns, make_slice, on_slice = _unpickle(setup.env_fns, large)
                 constructors.put_specs(_unpickle(setup.specs))
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
@@ -142,8 +143,8 @@ def run_worker(channel: Channel) -> None:
                     with EnvErrorContext(setup.first, "constructor"):
                         ready = Ready(dumps(setup.interpreter.to_plain(description)))
                     channel.send(ready)
-                    make_slice = constructors.slice_of(config, envs, env_fns, on_slice, spares)
-                    retires = _serve(channel, make_slice, running)
+                    of_envs = {"config": config, "spares": spares, "on_slice": on_slice}
+                    retires = _serve(channel, partial(make_slice, envs, env_fns, **of_envs), running)
             finally:
                 with _reporting(channel):
                     close_envs([*envs, *spares], setup.first, size, report_closed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxvec._envs.batch_slice import BatchAccess, BatchSlice
 from jaxvec._envs.env_access import EnvAccess, SlotAccess
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.slice import Slice
+from jaxvec._extensions.batch_slice import BatchAccess, BatchSlice
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ from jaxvec import _stats
 from jaxvec._arguments import NO_SEED
 from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.env_rows import WITHOUT_FINAL_OBS, one_of
+from jaxvec._envs.env_slice import OnSlice
 from jaxvec._envs.envs import (
     AttributeErrorContext,
     BatchedEnv,
     EnvErrorContext,
+    EnvFn,
     declares,
     split_reset,
     wrong_step,
@@ -29,6 +31,7 @@ from jaxvec._envs.slice import Done, Slice
 from jaxvec._leaves import DictNode, Leaf, Node, PaddedNode, leaves, map_leaves, padded_nodes
 from jaxvec._memory.rows import InvalidValue, Write, conform, reader, store, writer, wrong_structure
 from jaxvec._memory.segment import Arrays, Marks, kind_of
+from jaxvec._options import PoolConfig
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._tracing import RecordedEnv, SpanRecorder
 
@@ -111,29 +114,33 @@ class BatchSlice(Slice):
 
     def __init__(
         self,
-        instances: list[BatchedEnv],
+        envs: list[BatchedEnv],
+        env_fns: Sequence[EnvFn],
         *,
-        size: int,
-        check: str,
         first: int,
         worker: int,
         spec: PoolSpec,
         arrays: Arrays,
+        config: PoolConfig,
+        spares: Sequence[BatchedEnv] = (),
+        on_slice: Sequence[OnSlice] = (),
     ) -> None:
-        self._instances = instances
-        self._targets: list[Any] = instances  # or objects that record their steps and resets
-        self._size = size
-        self._check = check
+        """Takes over built envs. Their pool has no extension, replaces none, and has no spare ones."""
+        assert config.envs_per_instance is not None
+        self._instances = envs
+        self._targets: list[Any] = envs  # or objects that record their steps and resets
+        self._size = size = config.envs_per_instance
+        self._check = check = config.check
         self.first = first
         self._spec = spec
         self._arrays = arrays
         self._running = memoryview(Marks.of(arrays).running[worker])
         self._stats = memoryview(arrays["stats",][worker])
-        count = len(instances) * size
+        count = len(envs) * size
         self._returns = np.zeros((count, *spec.reward.shape))
         self._lengths = np.zeros(count, np.int32)
         self._over = np.zeros(count, np.bool_)  # True after a step that ended an episode
-        access = BatchAccess(instances, size, first)
+        access = BatchAccess(envs, size, first)
         self.access = access
         self._infos = access.infos  # which it gives to those who ask
         # Creating a writer for a single row is slow, so do it once.
