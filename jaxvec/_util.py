@@ -1,21 +1,17 @@
-"""Small helpers: the logger, usable cores, free memory, install commands, calls in a thread, and pickling."""
+"""Small helpers: the logger, usable cores, free memory, calls in a thread, and pickling."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import io
 import logging
 import math
 import os
-import re
-import shlex
 import sys
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -126,47 +122,6 @@ def _cgroups(proc: Path, controller: str) -> Iterator[Path]:
                 mount_point = Path(point)
                 folder = mount_point if inside.startswith("..") else mount_point / inside
                 yield from (level for level in (folder, *folder.parents) if level.is_relative_to(mount_point))
-
-
-def install_command(extra: str) -> str:
-    """Returns the command that installs the requirements of an extra of jaxvec, or a package of that name.
-
-    It lists the packages instead of `jaxvec[extra]`, which an installer would look for in a package index:
-    jaxvec may have been installed from a folder.
-    """
-    try:
-        return shlex.join(["pip", "install", *(_packages(extra) or [extra])]).replace("'", '"')
-    except importlib.metadata.PackageNotFoundError:  # not installed, but found by PYTHONPATH
-        return f'pip install ".[{extra}]" in the folder of jaxvec\'s pyproject.toml'
-
-
-def _packages(extra: str) -> list[str]:
-    """Returns the requirements of an extra, or those of jaxvec itself if `extra` is empty."""
-    packages: list[str] = []
-    for requirement in importlib.metadata.requires("jaxvec") or ():
-        package, _, condition = requirement.partition(";")
-        named_extra = re.search(r"""extra == ['"](.+?)['"]""", condition)
-        if extra != (named_extra[1] if named_extra else ""):
-            continue
-        nested = re.fullmatch(r"jaxvec\[(.+)\]", package.strip())  # an extra can include other extras
-        parts = nested[1].split(",") if nested else []
-        packages += [name for part in parts for name in _packages(part)] or [package.strip()]
-    return packages
-
-
-@contextmanager
-def optional_imports(user: str, extra: str) -> Generator[None]:
-    """Adds the install command to a failed import of an extra's packages."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"{user} needs {error.name}: {install_command(extra)}") from error
-
-
-def import_optional(module: str, user: str, extra: str) -> Any:
-    """Imports a module of an extra, or of a package of that name; an error has the install command."""
-    with optional_imports(user, extra):
-        return importlib.import_module(module)
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import Space, spaces
 
-from jaxvec import _util
 from jaxvec._arguments import flatten
 from jaxvec._errors import ActionError
 from jaxvec._leaves import Cut, KeyPath, MaxSizes, Node, as_is, build, leaves, walk
 from jaxvec._memory.rows import InvalidValue, reader, writer
+from jaxvec.adapters._packages import install_command
 
 __all__ = ["Cut", "decode", "encode", "pad", "to_graphs_tuple", "unpad"]
 
@@ -197,7 +197,7 @@ def to_graphs_tuple(graph: Mapping[str, Any]) -> Any:
     try:
         import jraph  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(f"to_graphs_tuple needs jraph: {_util.install_command('jraph')}") from error
+        raise ImportError(f"to_graphs_tuple needs jraph: {install_command('jraph')}") from error
     n_node = jnp.asarray(graph["n_node"]).reshape(-1)
     n_edge = jnp.asarray(graph.get("n_edge", jnp.zeros_like(n_node))).reshape(-1)
     axes = jnp.ndim(graph["n_node"])  # of the envs: none or one

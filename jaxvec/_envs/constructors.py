@@ -46,14 +46,13 @@ from jaxvec._leaves import union
 from jaxvec._memory.large_buffers import map_again
 from jaxvec._settings import check_count
 from jaxvec._spec import EnvSpaces
-from jaxvec._util import install_command
 
 # --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------
 
 # Packages with a name that differs from the namespace of their ids.
 PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}
-# Modules of packages with another name, and the extras that install them.
-EXTRAS = {"ale_py": "atari"}
+# Packages with a name that differs from that of their module.
+PACKAGES = {"ale_py": "ale-py"}
 # Required parameters of env classes that get the env's index. Functions may name theirs as they like.
 INDEX_NAMES = ("env_id", "env_index", "index", "rank")
 
@@ -289,10 +288,9 @@ def _import(module: str, env_id: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise  # of another package that the module needs
-        extra = EXTRAS.get(module, module)
         raise ModuleNotFoundError(
-            f"{env_id}: there is no module {module!r}; correct the name, or install its package, as in "
-            + install_command(extra),
+            f"{env_id}: there is no module {module!r}; correct the name, or install its package, as in pip "
+            f"install {PACKAGES.get(module, module)}",
             name=error.name,
         ) from None
 

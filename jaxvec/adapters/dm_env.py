@@ -12,8 +12,8 @@ from gymnasium.error import ResetNeeded
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._leaves import KeyPath, format_path
-from jaxvec._util import optional_imports
 from jaxvec.adapters._adapter import Adapter
+from jaxvec.adapters._packages import optional_imports
 
 with optional_imports("jaxvec.adapters.dm_env", "dm-env"):
     import dm_env

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from jaxvec._leaves import MaxSizes, Node, as_is, leaves, walk
 from jaxvec._memory.rows import reader
-from jaxvec._util import optional_imports
 from jaxvec.adapters._adapter import Adapter
+from jaxvec.adapters._packages import optional_imports
 
 with optional_imports("jaxvec.adapters.pettingzoo", "pettingzoo"):
     from pettingzoo import AECEnv, ParallelEnv

@@ -17,7 +17,6 @@ from typing import Any, cast
 import gymnasium
 
 import jaxvec
-from jaxvec import _util
 from jaxvec._envs import constructors
 from jaxvec._errors import EnvError
 from jaxvec._memory.segment import split_evenly
@@ -95,7 +94,7 @@ def _resolve(options: Namespace) -> Target:
         if not re.search(r"-v\d+$", rest):
             return _checked(Target(name, _callable(name, imported, rest), kwargs))
     elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
-        _import(name, package, _util.install_command(constructors.EXTRAS.get(package, package)))
+        _import(name, package, f"pip install {constructors.PACKAGES.get(package, package)}")
         return _checked(Target(name, f"{package}:{name}", kwargs))
     return _checked(Target(name, name, kwargs))
 

@@ -17,7 +17,7 @@ import jaxvec
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._leaves import KeyPath, Leaf, Node, fold_space, format_path, map_leaves
 from jaxvec._spec import PoolSpec
-from jaxvec._util import import_optional
+from jaxvec.adapters._packages import import_optional
 from jaxvec.compat._base import info_extras
 
 

@@ -25,7 +25,7 @@ from gymnasium import Space, spaces
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._results import TimeStep
-from jaxvec._util import import_optional
+from jaxvec.adapters._packages import import_optional
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat._base import merge_final_info
 from jaxvec.compat._family import EnvFamily, PooledEnv

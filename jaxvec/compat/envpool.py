@@ -32,8 +32,8 @@ from jaxvec._memory.segment import Rows
 from jaxvec._options import AutoresetName
 from jaxvec._results import TimeStep
 from jaxvec._spec import PoolSpec
-from jaxvec._util import install_command
 from jaxvec._vector_env import VectorEnv, pool_of
+from jaxvec.adapters._packages import install_command
 from jaxvec.callbacks import _functions
 from jaxvec.callbacks._call import token_of
 from jaxvec.callbacks._handle import Handle

@@ -20,7 +20,6 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _util
 from jaxvec._arguments import EXACT, check_action, expand_seeds
 from jaxvec._engine.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
@@ -29,6 +28,7 @@ from jaxvec._memory.segment import Copies, Rows
 from jaxvec._options import Workers
 from jaxvec._spec import PoolSpec
 from jaxvec._vector_env import VectorEnv, pool_of
+from jaxvec.adapters._packages import optional_imports
 from jaxvec.compat._base import start_pool
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    with _util.optional_imports("jaxvec.compat.stable_baselines3", "sb3"):
+    with optional_imports("jaxvec.compat.stable_baselines3", "sb3"):
         _VecEnv = importlib.import_module("stable_baselines3.common.vec_env").VecEnv
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from gymnasium import Space, spaces
 
-from jaxvec import _util
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._leaves import KeyPath, fold_space, format_path
 from jaxvec._results import TimeStep
 from jaxvec._vector_env import VectorEnv
+from jaxvec.adapters._packages import optional_imports
 from jaxvec.compat import _base, envpool
 from jaxvec.compat.envpool import Task
 
@@ -266,5 +266,5 @@ def _convert(space: Space[Any], root: str) -> Any:
 
 
 def _stoa() -> Any:
-    with _util.optional_imports("jaxvec.compat.stoix", "stoix"):
+    with optional_imports("jaxvec.compat.stoix", "stoix"):
         return importlib.import_module("stoa")

@@ -2,10 +2,10 @@
 
 from importlib.util import find_spec
 
-from jaxvec import _util
+from jaxvec.adapters._packages import install_command
 
 _missing = [package for package in ("flax", "optax") if find_spec(package) is None]
 if _missing:
     raise ImportError(
-        f"jaxvec's examples need {', '.join(_missing)}, of the extra [demo]: {_util.install_command('demo')}"
+        f"jaxvec's examples need {', '.join(_missing)}, of the extra [demo]: {install_command('demo')}"
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from jaxvec import _util
+from jaxvec.adapters._packages import install_command
 from jaxvec.examples import ppo
 from jaxvec.logging import TrainingRun
 
@@ -34,7 +34,7 @@ class Config(ppo.Config):
 
 def main(argv: Sequence[str] | None = None) -> TrainingRun:
     if find_spec("mujoco") is None:
-        raise SystemExit(f"this example needs mujoco: {_util.install_command('mujoco')}")
+        raise SystemExit(f"this example needs mujoco: {install_command('mujoco')}")
     return ppo.main(argv, Config, "ppo_mujoco")
 
 

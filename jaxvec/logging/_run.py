@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from jaxvec._envs.constructors import find_spec
 from jaxvec._errors import EnvStateError
-from jaxvec._util import import_optional, leave
+from jaxvec._util import leave
 from jaxvec._vector_env import VectorEnv
+from jaxvec.adapters._packages import import_optional
 from jaxvec.callbacks._functions import restore
 from jaxvec.callbacks._handle import Handle
 

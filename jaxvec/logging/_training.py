@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from jaxvec._envs.constructors import find_spec
 from jaxvec._results import TimeStep
-from jaxvec._util import INTERRUPTED, import_optional, leave
+from jaxvec._util import INTERRUPTED, leave
 from jaxvec._vector_env import VectorEnv
+from jaxvec.adapters._packages import import_optional
 from jaxvec.callbacks._functions import reset
 from jaxvec.callbacks._handle import Handle
 from jaxvec.callbacks._make import make

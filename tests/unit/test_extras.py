@@ -10,7 +10,7 @@ from gymnasium.error import NameNotFound
 from support.scripts import run_python
 
 import jaxvec
-from jaxvec import _util
+from jaxvec.adapters import _packages
 
 
 def test_the_command_names_the_packages_of_an_extra(monkeypatch):
@@ -23,9 +23,9 @@ def test_the_command_names_the_packages_of_an_extra(monkeypatch):
         "envpool>=1.2; sys_platform == 'linux' and extra == 'bench'",
     ]
     monkeypatch.setattr(importlib.metadata, "requires", {"jaxvec": requires}.get)
-    assert _util.install_command("demo") == 'pip install "flax>=0.10" "gymnasium[classic-control]>=1.2"'
-    assert _util.install_command("notebooks") == _util.install_command("demo") + " nbclient"
-    assert _util.install_command("bench") == 'pip install "envpool>=1.2"'
+    assert _packages.install_command("demo") == 'pip install "flax>=0.10" "gymnasium[classic-control]>=1.2"'
+    assert _packages.install_command("notebooks") == _packages.install_command("demo") + " nbclient"
+    assert _packages.install_command("bench") == 'pip install "envpool>=1.2"'
 
 
 def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch):
@@ -33,11 +33,11 @@ def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert _util.install_command("ray").startswith('pip install ".[ray]" ')
+    assert _packages.install_command("ray").startswith('pip install ".[ray]" ')
 
 
 def test_without_an_extra_of_a_name_the_command_is_for_a_package():
-    assert _util.install_command("no-such-package") == "pip install no-such-package"
+    assert _packages.install_command("no-such-package") == "pip install no-such-package"
 
 
 RUN = (

@@ -7,16 +7,14 @@ import importlib.metadata
 import os
 from typing import Any
 
-from jaxvec._util import install_command
+from jaxvec.adapters._packages import install_command, optional_imports
 
 
 def connect() -> Any:
     """Returns the module `ray`, after a call of `ray.init` if this process is not connected to a cluster."""
-    try:
+    with optional_imports("a Ray cluster", "ray"):
         _version()
         ray: Any = importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(f"a Ray cluster needs Ray: {install_command('ray')}") from error
     if not ray.is_initialized():
         ray.init()
     return ray
