@@ -108,7 +108,7 @@ FAMILIES = (
         'lambda: FilterObservation(gymnasium.make("minigrid:MiniGrid-DoorKey-5x5-v0"), ["image"])',
         _FILTER,
         picture='gymnasium.make("minigrid:MiniGrid-DoorKey-5x5-v0", render_mode="rgb_array")',
-        caveat="missions as [padded text](your_env.md#minigrids-missions)",
+        caveat="missions as [padded text](padded_and_batched.md#minigrids-missions)",
     ),
     Family(
         "BabyAI",
@@ -116,7 +116,7 @@ FAMILIES = (
         'lambda: FilterObservation(gymnasium.make("minigrid:BabyAI-GoToRedBallGrey-v0"), ["image"])',
         _FILTER,
         picture='gymnasium.make("minigrid:BabyAI-GoToRedBallGrey-v0", render_mode="rgb_array")',
-        caveat="missions as [padded text](your_env.md#minigrids-missions)",
+        caveat="missions as [padded text](padded_and_batched.md#minigrids-missions)",
     ),
     Family(
         "dm_control",

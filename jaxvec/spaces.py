@@ -1,7 +1,7 @@
 """Conversions of values of `Text`, `Sequence`, `Graph` and `OneOf` spaces to padded arrays and back.
 
-Programs get and pass such values as dicts of arrays, which `docs/how-to/your_env.md` describes. The functions
-here are for the host, except `to_graphs_tuple`.
+Programs get and pass such values as dicts of arrays, which `docs/how-to/padded_and_batched.md` describes. The
+functions here are for the host, except `to_graphs_tuple`.
 """
 
 from __future__ import annotations
