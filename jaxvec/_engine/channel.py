@@ -92,6 +92,10 @@ class Channel:
         """Returns True if `receive` would not wait, at `deadline` at the latest."""
         return _ready(self._socket, select.POLLIN, deadline)
 
+    def has_ended(self) -> bool:
+        """Returns True if the peer is dead, or has closed its end."""
+        return _ready(self._socket, 0, 0)  # POLLHUP is reported in any case
+
     def receive(self, deadline: float | None = None) -> Any:
         """Waits for a message, or for `WAKE`.
 

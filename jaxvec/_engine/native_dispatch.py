@@ -14,6 +14,8 @@ from jaxvec._engine.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
 
+_INTERRUPTED = 16  # the operation after a signal, `kEnd` in dispatch.h
+
 
 class NativeParentDispatch(ParentDispatch):
     def __init__(
@@ -71,9 +73,14 @@ class NativeWorkerDispatch(WorkerDispatch):
         return self.next_work(self._own) is None and not self._channel.readable()
 
     def receive(self) -> Any:
-        operation, count = self._worker.take(self._slots)
-        if not count:
-            return self._channel.receive()
+        while True:
+            operation, count = self._worker.take(self._slots)
+            if count:
+                break
+            if operation != _INTERRUPTED:
+                return self._channel.receive()
+            if self._channel.has_ended():
+                raise EOFError
         if count != len(self._taken):
             self._taken = self._slots[:count]
         return Work(VERBS[operation], self._taken)

@@ -426,10 +426,15 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
     if (ask_for_short_slices()) ticker.tick_until(Spin::busy_until());
     board.asleep[worker.index].extra.store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
-    if (doorbell.word.load(std::memory_order_seq_cst) == seen) futex_wait(doorbell, seen, nullptr);
+    int error = 0;
+    if (doorbell.word.load(std::memory_order_seq_cst) == seen) error = futex_wait(doorbell, seen, nullptr);
     board.asleep[worker.index].word.store(0, std::memory_order_seq_cst);
     const uint32_t to_wake = doorbell.extra.exchange(0, std::memory_order_seq_cst);
     wake_sleepers(board, worker.index + 1, worker.index + 1 + to_wake);
+    if (error == EINTR) {
+      *operation = kEnd;
+      return;
+    }
   }
 }
 

@@ -49,15 +49,18 @@ from jaxvec._workers.spawn import kill_group
 #   gone.
 # Processes that envs have started end with their worker, even in sessions of their own. Each worker adopts
 # the orphans among its descendants, and the server those of a dead worker.
-# When the program closes the socket, the server ends after its last worker; when the program ends, it kills
-# them. It watches the program, too, since a process forked by C code may have inherited the lifeline.
+# When the program closes the socket, as at its own end, the server ends after its last worker. Workers that
+# have not closed their envs by `_CLOSE_TIMEOUT` after the program's end are killed. Until then, the server
+# keeps the lifeline open. It watches the program, too, since a process forked by C code may have inherited
+# the socket and the lifeline.
 
 FORK = b"f"
 REAP = b"r"
 NUMBER = struct.Struct("!I")
 ANSWER = struct.Struct("!Ii")
 _MAX_MESSAGE = 1 << 18  # bytes; above the kernel's limit
-_POLL_INTERVAL_MS = 100
+_POLL_INTERVAL = 0.02  # seconds
+_CLOSE_TIMEOUT = 5.0  # seconds for the workers of a program that has ended
 
 
 class ThreadsError(RuntimeError):
@@ -83,18 +86,16 @@ class _Server:
         self._refusal = self._import(*pickle.loads(requests.recv(_MAX_MESSAGE)))
         self._helpers = _children()  # processes that the imports have started
         _adopt_orphans()
-        _lifeline.release(lifeline)  # `serve` polls it, to outlive the workers
+        self._held_lifeline = _lifeline.release(lifeline)  # after the imports, which may have forked
 
     def serve(self) -> Channel:
         """Answers requests until the program ends. Returns only in workers: their control socket."""
         poll = select.poll()
         poll.register(self._requests, select.POLLIN)
         poll.register(self._program, select.POLLIN)
-        poll.register(self._lifeline, 0)  # POLLHUP is reported in any case
         while True:
-            ready = [fd for fd, _ in poll.poll()]
-            if self._program in ready or self._lifeline in ready:
-                self._end()
+            if self._program in dict(poll.poll()):
+                self._drain(poll)
             try:
                 request, descriptors, _, _ = socket.recv_fds(self._requests, _MAX_MESSAGE, 4)
             except ConnectionResetError:  # the program has left answers unread
@@ -168,6 +169,7 @@ class _Server:
         """Closes the server's descriptors, and makes the process as the program would have started it."""
         os.setpgid(0, 0)
         _lifeline.hold(self._lifeline)  # from now on, this process ends with the program
+        self._held_lifeline.close()
         _adopt_orphans()
         self._requests.close()
         os.close(self._program)
@@ -199,15 +201,23 @@ class _Server:
             self._requests.send(answer, socket.MSG_DONTWAIT)
 
     def _drain(self, poll: select.poll) -> NoReturn:
-        """Waits for the end of the workers after the program has closed the socket, and exits."""
+        """Waits for the workers to close their envs, and exits; kills them if the program ended too long ago."""
         poll.unregister(self._requests)
-        while self._workers and not poll.poll(_POLL_INTERVAL_MS):
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        while self._workers:
+            time.sleep(_POLL_INTERVAL)
+            has_ended = bool(poll.poll(0))
+            if time.monotonic() > deadline:
+                self._held_lifeline.close()  # the kernel kills them if the program became another by `exec`
+                if has_ended:
+                    break
             for number, pid in [*self._workers.items()]:
-                if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                if has_ended:
+                    os.kill(pid, signal.SIGCONT)  # ends its sleep; again, as it may have been about to sleep
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    kill_group(pid)  # what its envs have started
+                    os.waitpid(pid, 0)
                     del self._workers[number]
-        self._end()
-
-    def _end(self) -> NoReturn:
         for pid in self._workers.values():
             kill_group(pid)
         self._workers.clear()

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from typing import IO
 
 _pipe: tuple[int, int] | None = None  # the read and write end of this process's pipe; guarded by `_lock`
 _lock = threading.Lock()
@@ -76,9 +77,10 @@ def reason_for_thread() -> str | None:
     return None
 
 
-def release(lifeline: int) -> None:
-    """Turns the signal off again. The caller must poll the descriptor, which `hold` returned."""
+def release(lifeline: int) -> IO[bytes]:
+    """Turns the signal off again, and returns a file that keeps the lifeline open for all others."""
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
+    return open(f"/proc/self/fd/{lifeline}", "wb", buffering=0)
 
 
 def _close_in_fork() -> None:

@@ -88,6 +88,7 @@ def run_worker(channel: Channel) -> None:
     atexit.register(channel.leave_open)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for the processes of envs, as in the fork server
+    signal.signal(signal.SIGCONT, lambda *_: None)  # ends the sleep in `receive`, at the program's end
     watch_forks()
     with suppress(EOFError):  # the parent closed the pool
         setup: Setup = channel.receive_message()

@@ -64,6 +64,41 @@ def test_what_envs_have_started_dies_with_a_killed_parent(way):
 FORKS = "driver.step(); print('stepped', flush=True); signal.pause()"
 
 
+CLOSING = r"""
+class Closing(Env):
+    def close(self):
+        CLOSE
+others = jaxvec.make(Closing, 2, num_workers=2)
+others.reset()
+print(*others.call("pid"), flush=True)
+THEN
+"""
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+@pytest.mark.parametrize(
+    ("close", "then", "output"),
+    [
+        (r'os.write(1, b"closed\n")', "signal.pause()", "closed\n" * 2),
+        (r'os.write(1, b"closed\n")', "while True: others.step(np.zeros(2, int))", "closed\n" * 2),
+        ("signal.pause()", "signal.pause()", ""),
+    ],
+    ids=["idle", "while steps go on", "close hangs"],
+)
+def test_workers_close_their_envs_when_sigterm_ends_the_program(close, then, output, dispatch):
+    if reason := fork.reason_unavailable():
+        pytest.skip(reason)
+    closing = CLOSING.replace("CLOSE", close).replace("THEN", then)
+    with run_script(then="envs.close()" + closing, dispatch=dispatch) as script:
+        read_pids(script)
+        pids = read_pids(script)
+        script.terminate()
+        assert script.wait(timeout=200) == -signal.SIGTERM
+        assert gone(pids)
+        assert script.stdout.read() == output
+        assert script.stderr.read() == ""
+
+
 VERIFYING = r"""
 class Hangs(Env):
     def __init__(self):
