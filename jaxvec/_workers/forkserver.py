@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import multiprocessing
 import os
 import pickle
 import select
@@ -189,7 +188,6 @@ class _Server:
             os.sched_setaffinity(0, cores)
         importlib.invalidate_caches()  # modules may have been installed since the server's start
         _reseed()
-        multiprocessing.current_process().authkey = os.urandom(32)
 
     def _reap(self, number: int) -> None:
         pid = self._workers.pop(number)
@@ -201,7 +199,7 @@ class _Server:
             self._requests.send(answer, socket.MSG_DONTWAIT)
 
     def _drain(self, poll: select.poll) -> NoReturn:
-        """Waits for the workers to close their envs, and exits; kills them if the program ended too long ago."""
+        """Waits for the workers to close their envs, and exits; after the program's end, not for long."""
         poll.unregister(self._requests)
         deadline = time.monotonic() + _CLOSE_TIMEOUT
         while self._workers:

@@ -10,6 +10,7 @@ Then it closes its envs and sends `Retired`.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import warnings
@@ -64,6 +65,7 @@ class Setup:
     """Request of the parent to build envs."""
 
     argv: list[str]  # of the program, whose options an env may read
+    authkey: bytes  # of the program, whose managers and listeners an env may use
     warning_filters: list[WarningFilter]
     sys_path: list[str]
     python_path: str | None
@@ -200,6 +202,7 @@ def make_setup(
     filters: Any = warnings.filters
     return Setup(
         argv=list(sys.argv),
+        authkey=bytes(multiprocessing.current_process().authkey),
         warning_filters=[
             (action, message, category.__module__, category.__qualname__, module, line)
             for action, message, category, module, line in filters

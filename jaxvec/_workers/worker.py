@@ -8,6 +8,7 @@ socket.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pickle
 import signal
@@ -97,6 +98,7 @@ def run_worker(channel: Channel) -> None:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[setup.worker % len(cores)]})
         sys.argv[:] = setup.argv
+        multiprocessing.current_process().authkey = setup.authkey
         _filter_warnings(setup.warning_filters)
         # The path of the parent, in place of the one that starts an interpreter.
         sys.path[:] = [*(() if setup.interpreter.is_own else sys.path), *setup.sys_path]
