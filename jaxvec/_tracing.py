@@ -28,20 +28,12 @@ class Span(NamedTuple):
     thread: int  # the system's id
 
 
-class Loss(NamedTuple):
-    """A reason why spans are missing, and the time in ns of the monotonic clock when it was noticed."""
-
-    why: str
-    at: int
-
-
 @dataclass(frozen=True)
 class Trace:
     """The spans of one process."""
 
     spans: list[Span]  # in the order in which they ended
     dropped: int = 0  # number of spans before these that exceeded the capacity
-    losses: tuple[Loss, ...] = ()  # spans that were lost at unknown times
 
 
 class SpanRecorder:

@@ -54,7 +54,7 @@ class ValuesExtension(Extension):
             if isinstance(answer, dict):  # not the error of a worker that was replaced meanwhile
                 values |= answer
         if (text := describe_changes(values)) is not None:
-            stack = traceback.walk_stack(sys._getframe())
+            stack = traceback.walk_stack(inspect.currentframe())
             own = takewhile(lambda entry: entry[0].f_globals["__name__"].startswith("jaxvec."), stack)
             warnings.warn(text, stacklevel=len([*own]) + 1)
         return PoolExtension()

@@ -34,7 +34,7 @@ from jaxvec._arguments import NO_SEED, Options, check_options, expand_options, m
 from jaxvec._engine.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status
 from jaxvec._engine.move import Caller, Move, Verb, merge
 from jaxvec._envs.env_access import SlotAccess
-from jaxvec._errors import EnvIdError, JaxvecError, PendingEnvError, PoolClosedError
+from jaxvec._errors import EnvIdError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import (
     Arrays,
@@ -53,7 +53,7 @@ from jaxvec._pool.pool_extension import PoolExtension
 from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats, WorkerStats
-from jaxvec._tracing import SpanRecorder, Trace, span
+from jaxvec._tracing import span
 from jaxvec._util import logger
 from jaxvec._workers.base import WaitLimits, WorkerGroup
 
@@ -304,32 +304,6 @@ class Pool:
                 active, deliver, give_up=give_up, at_least=at_least, wait_for_all=wait_for_all
             )
 
-    def start_trace(self, capacity: int) -> None:
-        """Starts to record spans: the latest `capacity` of each worker, of Python, and of C++."""
-        with self.engine.exclusive():
-            self.state.check()
-            if self.state.recorder is not None:
-                raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
-            with self.state.breaking():
-                self.workers.start_trace(capacity)
-            self.engine.start_trace(capacity)
-            self.engine.recorder = self.state.recorder = SpanRecorder(capacity)
-
-    def stop_trace(self) -> tuple[list[Trace], list[Trace]]:
-        """Stops recording. Returns the traces of Python and C++, and of the workers (none if closed)."""
-        assert self.state.recorder is not None
-        hurry = self.closed or self.state.broken_by is not None
-        with self.engine.exclusive(patience=1.0 if hurry else None):
-            programs = [self.state.recorder.take(), self.engine.stop_trace()]
-            self.engine.recorder = self.state.recorder = None
-            if self.closed:
-                return programs, []
-            try:
-                with self.state.breaking():
-                    return programs, self.workers.stop_trace(hurry=self.state.broken_by is not None)
-            except JaxvecError:  # broken by this, which the next call reports; or closed by another thread
-                return programs, [] if self.closed else self.workers.stop_trace(hurry=True)
-
     def close(self, timeout: float | None = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds; `None` waits for ever.
 
@@ -381,7 +355,7 @@ class Pool:
             verb = Verb.RESET if self.workers.any_resetting(slots) else Verb.STEP
         limit: LimitName = "reset" if verb is Verb.RESET else "step"
         limits = WaitLimits(verb.word, self._timeouts, limit, check_wait, waited, give_up)
-        with span(self.state.recorder, "wait for workers"), self.state.breaking():
+        with span(self.engine.recorder, "wait for workers"), self.state.breaking():
             check_wait()
             self.workers.wait(slots, count, limits)
 
@@ -485,7 +459,7 @@ class Pool:
             active.interrupt()
             return result.rows
         slots = active.move.slots
-        with span(self.state.recorder if result.recorded else None, "finish in Python"):
+        with span(self.engine.recorder if result.recorded else None, "finish in Python"):
             if active.move.verb is Verb.RECV:
                 return self._receive(active, deliver, waited=result.waited)
             if self.engine.done_at_once:

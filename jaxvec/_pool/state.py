@@ -39,7 +39,6 @@ from jaxvec._errors import (
 )
 from jaxvec._memory.pinned import Pinned
 from jaxvec._native import interrupts
-from jaxvec._tracing import SpanRecorder
 from jaxvec._workers.base import WorkerGroup
 
 _BROKEN_CLOSE_TIMEOUT = 1.0  # seconds that close() gives the envs of a broken pool
@@ -121,7 +120,6 @@ class PoolState:
         self.broken_by: BaseException | None = None  # the error that broke the pool
         # True once a program on an accelerator has called the pool: JAX may raise its errors late.
         self.errors_late: bool = False
-        self.recorder: SpanRecorder | None = None  # of calls, while the pool is traced
 
     def check(self) -> None:
         """Raises unless the pool is OPEN and belongs to this process."""
@@ -155,7 +153,7 @@ class PoolState:
         Otherwise an env could be running that no record shows as pending.
         """
         active = ActiveMove(move, interrupts.since_now())  # before an env can hang
-        recorder = self.recorder
+        recorder = self._engine.recorder
         start_ns = time.monotonic_ns()
         try:
             yield active

@@ -200,8 +200,8 @@ class WorkerGroup(ABC):
         """Starts recording the latest `capacity` spans in each slice; raises as `request`."""
 
     @abstractmethod
-    def stop_trace(self, *, hurry: bool) -> list[Trace]:
-        """Ends recording, and returns the record of each slice; raises as `request`.
+    def stop_trace(self, *, hurry: bool) -> Sequence[Trace | JaxvecError]:
+        """Ends recording, and returns the record of each slice, or an error; raises as `request`.
 
         With `hurry`, for a broken pool, it waits for about a second, replaces no worker, and does not raise.
         """

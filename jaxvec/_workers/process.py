@@ -29,7 +29,7 @@ from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._options import LimitName
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
-from jaxvec._tracing import Loss, Trace
+from jaxvec._tracing import Trace
 from jaxvec._util import logger, usable_cores
 from jaxvec._workers import fork
 from jaxvec._workers.base import (
@@ -239,24 +239,14 @@ class ProcessWorkers(WorkerGroup):
         return self.supervisor.request(method, arguments, limit, check)
 
     def start_trace(self, capacity: int) -> None:
-        self.supervisor.losses.clear()
         self.supervisor.trace = capacity  # first: replacements get it, too
         self.request(Slice.start_trace, lambda *_: (capacity,), limit="start")
 
-    def stop_trace(self, *, hurry: bool) -> list[Trace]:
+    def stop_trace(self, *, hurry: bool) -> Sequence[Trace | JaxvecError]:
         self.supervisor.trace = None
         if hurry:
-            answers = self.supervisor.collect_traces()
-        else:
-            answers = self.request(Slice.stop_trace, lambda *_: (), limit="start")
-        losses = self.supervisor.losses
-        traces = list[Trace]()
-        for worker, answer in enumerate(answers):
-            if isinstance(answer, JaxvecError):
-                losses.append((worker, Loss(str(answer), time.monotonic_ns())))
-            trace = answer if isinstance(answer, Trace) else Trace([])
-            traces.append(replace(trace, losses=tuple(loss for loser, loss in losses if loser == worker)))
-        return traces
+            return self.supervisor.collect_traces()
+        return self.request(Slice.stop_trace, lambda *_: (), limit="start")
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         try:

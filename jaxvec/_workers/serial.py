@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from copy import deepcopy
@@ -216,7 +216,7 @@ class SerialWorkers(WorkerGroup):
     def start_trace(self, capacity: int) -> None:
         self._slice.start_trace(capacity)
 
-    def stop_trace(self, *, hurry: bool) -> list[Trace]:
+    def stop_trace(self, *, hurry: bool) -> Sequence[Trace]:
         return [self._slice.stop_trace() or Trace([])]
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:

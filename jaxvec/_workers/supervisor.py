@@ -40,7 +40,7 @@ from jaxvec._memory.large_buffers import LargeBuffers
 from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._native import interrupts
 from jaxvec._options import LimitName
-from jaxvec._tracing import Loss, Trace
+from jaxvec._tracing import Trace
 from jaxvec._util import dumps, logger
 from jaxvec._workers import protocol
 from jaxvec._workers.base import Check, Launcher, WaitLimits
@@ -139,7 +139,6 @@ class Supervisor:
         self.options: Options = {}
         self.env_settings: EnvSettings | None = EnvSettings(dumps) if recipe.has_fault else None
         self.trace: int | None = None
-        self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
         self.incarnations: list[int] = [0] * len(recipe.slices)
         # Reports of workers that are to be replaced, until they have closed their envs; and the workers whose
         # warnings are in the log. Guarded by `polling`.
@@ -466,7 +465,7 @@ class Supervisor:
         losses = take_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
         self.last_errors[worker] = error
-        self._relaunch(worker, error, str(error))
+        self._relaunch(worker, error)
 
     def _answer_retiring(self, deadline: float | None) -> None:
         """Asks workers that are to be replaced to close their envs, once no request to them is pending."""
@@ -484,15 +483,10 @@ class Supervisor:
         if retirement.warning and worker not in self._warned:
             self._warned.add(worker)
             logger.warning("%s %s", name, retirement.warning)
-        self._relaunch(worker, None, "the worker was recycled")
+        self._relaunch(worker, None)
 
-    def _relaunch(self, worker: int, error: JaxvecError | None, loss: str) -> None:
-        """Kills a worker, and starts a new process. Raises `error` if that fails.
-
-        `loss` says in the trace why the records of the old process are lost.
-        """
-        if self.trace is not None:
-            self.losses.append((worker, Loss(loss, time.monotonic_ns())))
+    def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
+        """Kills a worker, and starts a new process. Raises `error` if that fails."""
         self.incarnations[worker] += 1
         self._retiring.pop(worker, None)
         self.diagnosis.built.pop(worker, None)

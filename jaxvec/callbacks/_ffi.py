@@ -157,7 +157,7 @@ def _serve(
     with (
         jax.profiler.TraceAnnotation(f"{VERBS[verb].function} (by Python)"),
         registry.serving(pool_id, fingerprint, rows) as pool,
-        span(pool.state.recorder, "by Python"),
+        span(pool.engine.recorder, "by Python"),
     ):
         if on_device:
             pool.state.errors_late = True

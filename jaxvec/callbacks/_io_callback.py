@@ -89,7 +89,7 @@ class _Callback:
         fresh = len(operands[0]) if self.call.fresh else None
         with (
             registry.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
-            span(pool.state.recorder, "by Python"),
+            span(pool.engine.recorder, "by Python"),
         ):
             answer(self.call, pool, operands, self.to_program.views(results))
 

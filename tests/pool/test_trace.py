@@ -290,7 +290,7 @@ def test_a_record_is_not_lost_to_whoever_asks_again(make, options):
     fn = (lambda: SyncVectorEnv([CountingEnv] * 2)) if options else CountingEnv
     envs = make(fn, 2, backend="serial", **options)
     envs.reset(seed=0)
-    pool_of(envs).start_trace(100)
+    pool_of(envs).workers.start_trace(100)
     envs.step([0, 0])
     first = probe.local_slice(envs).stop_trace()
     envs.step([0, 0])
