@@ -12,6 +12,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "interrupts.h"
+
 namespace jaxvec {
 namespace {
 
@@ -186,14 +188,10 @@ class StagingPool {
   std::shared_ptr<Staging> take(const Driver& driver, size_t bytes) {
     {
       const std::lock_guard lock(lock_);
-      auto best = free_.end();  // the smallest that is large enough
-      for (auto each = free_.begin(); each != free_.end(); ++each) {
-        const bool better = best == free_.end() || (*each)->size < (*best)->size;
-        if (better && fits(**each, driver, bytes) && (*each)->done()) best = each;
-      }
-      if (best != free_.end()) {
-        std::shared_ptr<Staging> staging = std::move(*best);
-        free_.erase(best);
+      for (auto entry = free_.lower_bound(bytes); entry != free_.end(); ++entry) {
+        if (!entry->second->done()) continue;
+        std::shared_ptr<Staging> staging = std::move(entry->second);
+        free_.erase(entry);
         staging->reuse();
         return staging;
       }
@@ -203,7 +201,7 @@ class StagingPool {
 
   void give(std::shared_ptr<Staging> staging) {
     const std::lock_guard lock(lock_);
-    free_.push_back(std::move(staging));
+    free_.emplace(staging->size, std::move(staging));
   }
 
   // Makes buffers until `count` fit calls of `bytes`. Allocates without the lock: page-locking may wait for a
@@ -212,16 +210,18 @@ class StagingPool {
     size_t existing = 0;
     {
       const std::lock_guard lock(lock_);
-      for (const auto& each : free_) existing += fits(*each, driver, bytes);
+      existing = std::distance(free_.lower_bound(bytes), free_.end());
     }
     for (; existing < count; ++existing) give(std::make_shared<Staging>(driver, size_for(bytes)));
   }
 
- private:
-  static bool fits(const Staging& staging, const Driver& driver, size_t bytes) {
-    return &staging.driver == &driver && staging.size >= bytes;
+  // Drops the buffers, which belong to another driver.
+  void clear() {
+    const std::lock_guard lock(lock_);
+    free_.clear();
   }
 
+ private:
   // Rounds up to a power of two, so that calls of several programs can share a buffer.
   static size_t size_for(size_t bytes) {
     size_t size = 256 * 1024;
@@ -230,7 +230,7 @@ class StagingPool {
   }
 
   std::mutex lock_;
-  std::vector<std::shared_ptr<Staging>> free_;  // under the lock
+  std::multimap<size_t, std::shared_ptr<Staging>> free_;  // by size; under the lock
 };
 
 StagingPool& stagings() {
@@ -327,8 +327,9 @@ const Driver* get_driver(std::string* error) {
 
 void use_driver(const char* library) {
   const std::lock_guard lock(driver_lock);
-  driver_library = library == nullptr ? "libcuda.so.1" : library;
+  driver_library = library;
   opened = nullptr;
+  stagings().clear();
 }
 
 void prepare_cuda(uint32_t calls, const uint64_t* bytes, uint32_t count) {

@@ -18,7 +18,7 @@ std::string answer_on_cuda(Call& call, void* stream);
 // context current, and no running program may depend on this thread.
 void prepare_cuda(uint32_t calls, const uint64_t* bytes, uint32_t count);
 
-// Loads the driver from another library; null restores the default.
+// Loads the driver from another library.
 void use_driver(const char* library);
 
 }  // namespace jaxvec

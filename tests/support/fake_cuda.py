@@ -219,7 +219,7 @@ def driver(built, monkeypatch):
     yield built
     assert built.context is None
     built.reset()
-    native.use_cuda(None)
+    native.use_cuda("libcuda.so.1")
 
 
 _XLA_TARGET = "jaxvec_test_cuda_call"
