@@ -56,13 +56,6 @@ std::string ask_python(Call& call, Status status, Engine* engine) {
   return error;
 }
 
-bool interrupted() {
-  static std::atomic<uint32_t> last_seen{0};
-  const uint32_t now = signals();
-  // The exchange lets only one of several threads return true.
-  return last_seen.load(std::memory_order_relaxed) != now && last_seen.exchange(now) != now;
-}
-
 std::string answer_on_host(Call& call) {
   const std::shared_ptr<Engine> engine = engine_of(call);
   Status status = Status::kElsewhere;

@@ -3,7 +3,6 @@
 #include "ffi.h"
 
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -35,20 +34,17 @@ Array as_array(const ffi::AnyBuffer& buffer) {
           numpy_dtype(buffer.element_type()), nullptr};
 }
 
-// Collects the operands or results of a call. The framework has checked only that they exist.
+Array as_array(ffi::Result<ffi::AnyBuffer> buffer) { return as_array(*buffer); }
+
+// Collects the operands or results of a call, all of which are buffers.
 template <typename Buffers>
-ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
-  arrays->reserve(buffers.size());
+std::vector<Array> collect(const Buffers& buffers) {
+  std::vector<Array> arrays;
+  arrays.reserve(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) {
-    auto buffer = buffers.template get<ffi::AnyBuffer>(i);
-    if (buffer.has_error()) return buffer.error();
-    if constexpr (std::is_same_v<Buffers, ffi::RemainingRets>) {
-      arrays->push_back(as_array(**buffer));
-    } else {
-      arrays->push_back(as_array(*buffer));
-    }
+    arrays.push_back(as_array(buffers.template get<ffi::AnyBuffer>(i).value()));
   }
-  return ffi::Error::Success();
+  return arrays;
 }
 
 // Makes and answers a call. The operands are the token and the verb's operands; the results are the next
@@ -58,9 +54,9 @@ ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
                  bool fresh, ffi::Span<const uint8_t> extra, const ffi::Span<const int64_t>* layout,
                  const Answer& answer) {
   watch_signals();  // in each call, because notebooks set a SIGINT handler for each cell
-  Call call{};
-  if (ffi::Error error = collect(args, &call.operands); error.failure()) return error;
-  if (ffi::Error error = collect(rets, &call.results); error.failure()) return error;
+  Call call{verb, fresh, fingerprint, extra.begin(), extra.size(), interrupts()};
+  call.operands = collect(args);
+  call.results = collect(rets);
   if (layout != nullptr) {
     const std::vector<Array> arrays = std::exchange(call.results, {});
     if (arrays.empty() || !unpack(layout->begin(), layout->end(), arrays, &call.results)) {
@@ -70,12 +66,6 @@ ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
     call.packed = arrays[0].data;
     call.packed_bytes = bytes_of(arrays[0]);
   }
-  call.verb = verb;
-  call.fresh = fresh;
-  call.extra = extra.begin();
-  call.num_extra = static_cast<uint32_t>(extra.size());
-  call.fingerprint = fingerprint;
-  call.interrupts = interrupts();
   const std::string error = answer(call);
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
 }

@@ -64,6 +64,11 @@ void watch_signals() {
 
 uint32_t interrupts() { return num_interrupts.load(std::memory_order_relaxed); }
 
-uint32_t signals() { return num_signals.load(std::memory_order_relaxed); }
+bool interrupted() {
+  static std::atomic<uint32_t> last_seen{0};
+  const uint32_t now = num_signals.load(std::memory_order_relaxed);
+  // The exchange lets only one of several threads return true.
+  return last_seen.load(std::memory_order_relaxed) != now && last_seen.exchange(now) != now;
+}
 
 }  // namespace jaxvec

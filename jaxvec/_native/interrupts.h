@@ -16,7 +16,8 @@ void watch_signals();
 // Returns the number of SIGINTs so far.
 uint32_t interrupts();
 
-// Returns the number of all counted signals so far.
-uint32_t signals();
+// Returns whether a counted signal arrived since the last call of this function. It must end a program with
+// quick steps, too, which never waits for long. Python decides whether it concerns this thread.
+bool interrupted();
 
 }  // namespace jaxvec
