@@ -62,11 +62,11 @@ class NativeWorkerDispatch(WorkerDispatch):
         notices: int,
     ) -> None:
         super().__init__(marks)
-        first, stop = slots
-        self._worker = load().worker(marks, worker, first, stop, notices, spin_ns)
+        own_slots = np.arange(*slots)
+        self._worker = load().worker(marks, worker, own_slots, notices, spin_ns)
         self._channel = channel
         self._own = slice(*slots)
-        self._slots = np.empty(stop - first, np.int64)
+        self._slots = np.empty_like(own_slots)
         self._taken = self._slots  # view of the latest length, as most requests have equal lengths
 
     def idle(self) -> bool:

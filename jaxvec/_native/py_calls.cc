@@ -1,7 +1,6 @@
 // XLA's handlers, packed calls, the calls that Python answers, and signals. callbacks/_ffi.py and
 // callbacks/_io_callback.py have the Python half.
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -9,7 +8,7 @@
 #include "cuda.h"
 #include "ffi.h"
 #include "interrupts.h"
-#include "py_types.h"
+#include "python.h"
 
 namespace jaxvec {
 namespace {
@@ -102,17 +101,12 @@ std::vector<Array> unpacked(const Slots& layout, const Arrays& arrays) {
 
 // Makes the call of a program that has packed its operands and results, for an `io_callback`. Raises the
 // exception that ends the call.
-void call_packed(uint32_t verb, bool fresh, std::string_view extra, int64_t fingerprint,
-                 const Slots& operand_layout, const Slots& result_layout, const Arrays& operands,
-                 const Arrays& results) {
+void call_packed(uint32_t verb, bool fresh, PyObject* extra, int64_t fingerprint, const Slots& operand_layout,
+                 const Slots& result_layout, const Arrays& operands, const Arrays& results) {
   watch_signals();  // in each call, as ffi.cc does
-  Call call{};
-  call.verb = verb;
-  call.fresh = fresh;
-  call.extra = reinterpret_cast<const uint8_t*>(extra.data());
-  call.num_extra = static_cast<uint32_t>(extra.size());
-  call.fingerprint = fingerprint;
-  call.interrupts = interrupts();
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(PyBytes_AsString(extra));
+  check(bytes != nullptr);
+  Call call{verb, fresh, fingerprint, bytes, static_cast<size_t>(PyBytes_Size(extra)), interrupts()};
   call.operands = unpacked(operand_layout, operands);
   call.results = unpacked(result_layout, results);
   Ref raised;

@@ -1,27 +1,22 @@
 // `Parent` and `Worker`, the two ends of the dispatch, and `Engine`, the engine of a pool that compiled
 // programs step without Python. native_dispatch.py and native_engine.py wrap them.
 #include <cstring>
-#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "engine.h"
-#include "py_types.h"
+#include "python.h"
 
 namespace jaxvec {
 namespace {
 
-struct ParentEnd {
-  Ref marks;  // keeps the segment mapped while `parent` has its addresses
-  std::vector<int64_t> stops;
-  std::vector<int32_t> sockets;
-  Parent parent{};
+struct ParentEnd : Parent {
+  Ref kept;  // the owners of the memory to which the base refers; until `close`
 };
 
-struct WorkerEnd {
-  Ref marks;                   // keeps the segment mapped
-  std::vector<int64_t> slots;  // all slots of the worker
-  Worker worker{};
+struct WorkerEnd : Worker {
+  Ref kept;              // as above
+  const int64_t* slots;  // all slots of the worker
 };
 
 // Reads the addresses of the segment's words from a `Marks` (_memory/segment.py).
@@ -54,65 +49,58 @@ Ref make_parent(PyObject* marks, const Slots& stops, const Numbers<int32_t, NPY_
                 uint32_t spin_ns, uint32_t look_around_ns) {
   Ref self = make_owner<ParentEnd>();
   auto& end = own_of<ParentEnd>(self.get());
-  end.marks = share(marks);
-  end.stops.assign(stops.data, stops.data + stops.count);
-  end.sockets.assign(sockets.data, sockets.data + sockets.count);
-  end.parent.board = read_marks(marks, spin_ns, look_around_ns);
-  end.parent.stops = end.stops.data();
-  end.parent.sockets = end.sockets.data();
-  end.parent.num_sockets = sockets.count;
+  end.board = read_marks(marks, spin_ns, look_around_ns);
+  end.stops = stops.data;
+  end.sockets = sockets.data;
+  end.num_sockets = sockets.count;
+  end.kept = own(PyTuple_Pack(3, marks, stops.array.get(), sockets.array.get()));
   return self;
 }
 
 void parent_send(ParentEnd& end, uint32_t operation, const Slots& slots) {
-  without_gil([&] { send(end.parent, operation, slots.data, slots.count); });
+  without_gil([&] { send(end, operation, slots.data, slots.count); });
 }
 
-void parent_notify_worker(ParentEnd& end, uint32_t worker) { notify_worker(end.parent.board, worker); }
+void parent_notify_worker(ParentEnd& end, uint32_t worker) { notify_worker(end.board, worker); }
 
 bool parent_wait(ParentEnd& end, const Slots& slots, uint32_t count, int64_t timeout_ns) {
-  return without_gil([&] { return wait(end.parent, slots.data, slots.count, count, timeout_ns); }) == kDone;
+  return without_gil([&] { return wait(end, slots.data, slots.count, count, timeout_ns); }) == kDone;
 }
 
-void parent_mark_notices_seen(ParentEnd& end) { mark_notices_seen(end.parent); }
+void parent_mark_notices_seen(ParentEnd& end) { mark_notices_seen(end); }
 
-void parent_notify_parent(ParentEnd& end) { notify_parent(end.parent.board); }
-
-void parent_close(ParentEnd& end) { end.marks.reset(); }
+void parent_close(ParentEnd& end) { end.kept.reset(); }
 
 // --- `Worker`: a worker's end of the dispatch ---
 
-Ref make_worker(PyObject* marks, uint32_t index, uint32_t first, uint32_t stop, uint32_t notices,
-                uint32_t spin_ns) {
+Ref make_worker(PyObject* marks, uint32_t index, const Slots& slots, uint32_t notices, uint32_t spin_ns) {
   Ref self = make_owner<WorkerEnd>();
   auto& end = own_of<WorkerEnd>(self.get());
-  end.marks = share(marks);
-  end.worker = {read_marks(marks, spin_ns, 0), index, first, stop, notices};
-  end.slots.resize(stop - first);
-  std::iota(end.slots.begin(), end.slots.end(), first);
+  const auto first = static_cast<uint32_t>(slots.data[0]);
+  static_cast<Worker&>(end) = {read_marks(marks, spin_ns, 0), index, first, first + slots.count, notices};
+  end.slots = slots.data;
+  end.kept = own(PyTuple_Pack(2, marks, slots.array.get()));
   return self;
 }
 
 // Stores the slots in an array with room for all of the worker's.
 Ref worker_take(WorkerEnd& end, int64_t* slots) {
   uint32_t operation = 0, count = 0;
-  without_gil([&] { take(end.worker, &operation, slots, &count); });
+  without_gil([&] { take(end, &operation, slots, &count); });
   return own(Py_BuildValue("II", operation, count));
 }
 
 void worker_post(WorkerEnd& end, const Slots& slots) {
-  without_gil([&] { post(end.worker, slots.data, slots.count); });
+  without_gil([&] { post(end, slots.data, slots.count); });
 }
 
 void worker_post_some(WorkerEnd& end, uint32_t first, uint32_t count) {
-  without_gil([&] { post(end.worker, end.slots.data() + (first - end.worker.first), count); });
+  without_gil([&] { post(end, end.slots + (first - end.first), count); });
 }
 
-void worker_mark_notice_seen(WorkerEnd& end) { ++end.worker.seen_notices; }
+void worker_mark_notice_seen(WorkerEnd& end) { ++end.seen_notices; }
 
-void worker_notify_worker(WorkerEnd& end) { notify_worker(end.worker.board, end.worker.index); }
-
-void worker_notify_parent(WorkerEnd& end) { notify_parent(end.worker.board); }
+void worker_notify_parent(WorkerEnd& end) { notify_parent(end.board); }
 
 // --- `Engine` ---
 
@@ -227,7 +215,7 @@ Ref make_engine(PyObject* arguments) {
   read_item("truncated", &plan.truncated);
   read_item("step_here", &step_here);
   read_item("all_slots", &all_slots);
-  plan.parent = &own_of<ParentEnd>(parent).parent;
+  plan.parent = &own_of<ParentEnd>(parent);
   plan.actions = std::move(actions.arrays);
   plan.results = std::move(results.arrays);
   for (size_t i = 0; i < plan.results.size(); ++i) read(nonzero[i].get(), &plan.results[i].nonzero);
@@ -328,22 +316,20 @@ void engine_close(EngineObject& self) {
 }
 
 }  // namespace
-
-Ref take_failure() { return Ref(std::exchange(failure, nullptr)); }
-
 }  // namespace jaxvec
+
+Ref take_failure() { return Ref(std::exchange(jaxvec::failure, nullptr)); }
 
 void add_engine(PyObject* module) {
   using namespace jaxvec;
   make_type<ParentEnd>("jaxvec._native._ext.Parent",
                        {define<parent_send>("send"), define<parent_notify_worker>("notify_worker"),
                         define<parent_wait>("wait"), define<parent_mark_notices_seen>("mark_notices_seen"),
-                        define<parent_notify_parent>("notify_parent"), define<parent_close>("close")});
+                        define<parent_close>("close")});
   make_type<WorkerEnd>(
       "jaxvec._native._ext.Worker",
       {define<worker_take>("take"), define<worker_post>("post"), define<worker_post_some>("post_some"),
-       define<worker_mark_notice_seen>("mark_notice_seen"), define<worker_notify_worker>("notify_worker"),
-       define<worker_notify_parent>("notify_parent")});
+       define<worker_mark_notice_seen>("mark_notice_seen"), define<worker_notify_parent>("notify_parent")});
   make_type<EngineObject>(
       "jaxvec._native._ext.Engine",
       {define<engine_enter>("enter"), define<call<&Engine::leave>>("leave"), define<engine_hold>("hold"),

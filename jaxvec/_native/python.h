@@ -21,11 +21,12 @@
 #include <initializer_list>
 #include <memory>
 #include <new>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "engine.h"
 
 static_assert(std::is_same_v<int64_t, long>);  // the format "l" builds an int64_t
 
@@ -44,11 +45,6 @@ inline uint32_t dtype_in(PyArrayObject* array) {
   return kind + 256 * static_cast<uint32_t>(PyArray_ITEMSIZE(array));
 }
 
-// Returns a zeroed object of `type`, without calling a constructor; null if a Python error is set.
-inline PyObject* allocate(PyTypeObject* type) {
-  return reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-}
-
 // Thrown while a Python error is set; `call_with` passes the error on.
 struct PythonError {};
 
@@ -62,6 +58,13 @@ inline Ref own(PyObject* object) {
   return Ref(object);
 }
 
+// Returns an array over memory that it does not own.
+inline Ref make_array(PyArray_Descr* dtype, const std::vector<npy_intp>& dims, void* data) {
+  Py_IncRef(reinterpret_cast<PyObject*>(dtype));  // PyArray_NewFromDescr takes this reference
+  return own(PyArray_NewFromDescr(&PyArray_Type, dtype, static_cast<int>(dims.size()), dims.data(), nullptr,
+                                  data, NPY_ARRAY_CARRAY, nullptr));
+}
+
 // Converts the answer of Python's C API to a question.
 inline bool is_true(int answer) {
   check(answer >= 0);
@@ -71,6 +74,24 @@ inline bool is_true(int answer) {
 template <typename... Arguments>
 [[noreturn]] void raise(PyObject* type, const char* format, Arguments... arguments) {
   PyErr_Format(type, format, arguments...);
+  throw PythonError();
+}
+
+// Removes and returns the Python error that is set, as an exception.
+inline Ref take_exception() {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  // After `sys.exit(5)` the value is 5, until this makes it an exception.
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (value != nullptr && traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return Ref(value);
+}
+
+// Throws an exception that `take_exception` returned.
+[[noreturn]] inline void raise_again(const Ref& exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.get())), exception.get());
   throw PythonError();
 }
 
@@ -171,7 +192,7 @@ T& own_of(PyObject* object) {
 // Returns an object with a default-constructed `T`.
 template <typename T>
 Ref make_owner() {
-  Ref object = own(allocate(type_of<T>));
+  Ref object = own(PyType_GenericAlloc(type_of<T>, 0));
   new (&own_of<T>(object.get())) T();
   return object;
 }
@@ -180,7 +201,7 @@ template <typename T>
 void deallocate_owner(PyObject* object) {
   own_of<T>(object).~T();
   PyTypeObject* type = Py_TYPE(object);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
+  PyObject_Free(object);
   Py_DECREF(type);
 }
 
@@ -217,6 +238,12 @@ struct Numbers {
 using Slots = Numbers<int64_t, NPY_INT64>;
 using Generation = Numbers<uint32_t, NPY_UINT32>;
 
+// Arguments that borrow their memory from NumPy's arrays.
+struct Arrays {
+  std::vector<Ref> items;
+  std::vector<jaxvec::Array> arrays;
+};
+
 // Converters of arguments; they throw if a Python error is set.
 inline void read(PyObject* from, PyObject** to) { *to = from; }
 
@@ -226,15 +253,8 @@ inline void read(PyObject* from, PyArrayObject** to) {
 }
 
 inline void read(PyObject* from, const char** to) {
-  *to = from == Py_None ? nullptr : PyUnicode_AsUTF8AndSize(from, nullptr);
-  check(PyErr_Occurred() == nullptr);
-}
-
-inline void read(PyObject* from, std::string_view* to) {
-  char* bytes;
-  Py_ssize_t size;
-  check(PyBytes_AsStringAndSize(from, &bytes, &size) == 0);
-  *to = {bytes, static_cast<size_t>(size)};
+  *to = PyUnicode_AsUTF8AndSize(from, nullptr);
+  check(*to != nullptr);
 }
 
 template <typename T>
@@ -248,6 +268,18 @@ inline void read(PyObject* from, std::vector<Ref>* items) {
   const Py_ssize_t count = PySequence_Size(from);
   check(count >= 0);
   for (Py_ssize_t i = 0; i < count; ++i) items->push_back(own(PySequence_GetItem(from, i)));
+}
+
+inline void read(PyObject* from, Arrays* to) {
+  read(from, &to->items);
+  for (const Ref& item : to->items) {
+    PyArrayObject* array = as_array(item.get());
+    if (!PyArray_Check(item.get()) || !PyArray_ISCARRAY_RO(array)) {
+      raise(PyExc_TypeError, "expected a C-contiguous array, not %R", Py_TYPE(item.get()));
+    }
+    const auto rank = static_cast<uint32_t>(PyArray_NDIM(array));
+    to->arrays.push_back({PyArray_DATA(array), PyArray_DIMS(array), rank, dtype_in(array), nullptr});
+  }
 }
 
 template <typename T, int type>
@@ -328,6 +360,10 @@ PyMethodDef define(const char* name) {
   const auto call = reinterpret_cast<void (*)()>(Definition<decltype(function), function>::call);
   return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
 }
+
+// Removes and returns the exception that ended this thread's latest move of local envs; null if there is
+// none.
+Ref take_failure();
 
 // Each adds the functions of one file to the module.
 void add_engine(PyObject* module);

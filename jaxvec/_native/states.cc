@@ -54,7 +54,7 @@ void set(PyObject* object, Name& name, PyObject* value) { check(PyObject_SetAttr
 
 // Returns an object of a class with these slots, without calling `__init__`.
 Ref make_node(PyObject* cls, std::initializer_list<std::pair<Name&, PyObject*>> slots) {
-  Ref node = own(allocate(reinterpret_cast<PyTypeObject*>(cls)));
+  Ref node = own(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(cls), 0));
   for (const auto& [name, value] : slots) set(node.get(), name, value);
   return node;
 }
