@@ -1,7 +1,5 @@
 """Measures the time per step on a GPU by payload size: `python -m benchmarks.gpu`.
 
-It has not run on a GPU yet.
-
 For each payload, the systems alternate. The first figure is the time per step, and the second is the
 difference from a program on the CPU. The host loop copies nothing, so the difference from it is the time of
 the transfer to the device. The bandwidth in the third column is the payload divided by that time.

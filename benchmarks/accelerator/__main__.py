@@ -1,4 +1,4 @@
-"""Tests and measures jaxvec on a GPU, and writes the results to a JSON file. It has not run on a GPU yet.
+"""Tests and measures jaxvec on a GPU, and writes the results to a JSON file.
 
 Each step is a separate process with a time limit, so a hang or crash affects only one step. The file is
 rewritten after each step.

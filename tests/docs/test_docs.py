@@ -155,15 +155,27 @@ def test_the_reference_has_every_public_name():
     assert "_errors" in listed
 
 
-def test_the_chart_of_speeds_shows_the_figures_of_the_last_benchmark():
+@pytest.mark.parametrize("chart", ["speed.svg", "speed_gpu.svg"])
+def test_the_charts_of_speeds_show_the_figures_of_the_benchmarks(chart):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: the extra demo has it")
     benchmarks = pytest.importorskip(
         "benchmarks.speed_chart", reason="the benchmarks are not beside the tests"
     )
-    rates = benchmarks.speeds(benchmarks.RESULTS.read_text())
-    drawn = re.findall(r"<text [^>]*>([\d,]+)</text>", (ROOT / "docs/images/speed.svg").read_text())
+    _, speeds = benchmarks.CHARTS[chart]
+    rates = speeds()
+    drawn = re.findall(r"<text [^>]*>([\d,]+)</text>", (ROOT / "docs/images" / chart).read_text())
     assert sorted(drawn) == sorted(f"{rate:,}" for rate in rates.values())
     assert min(rates.values()) > 0
+
+
+def test_the_page_of_benchmarks_shows_the_figures_of_the_run_on_a_gpu():
+    results = ROOT / "benchmarks/results/h200.json"
+    if not results.exists():
+        pytest.skip("the benchmarks are not beside the tests")
+    page = (ROOT / "benchmarks/README.md").read_text()
+    rates = re.findall(r": (\d+)", results.read_text())
+    assert len(rates) > 30
+    assert [rate for rate in rates if f"{int(rate):,}" not in page] == []
 
 
 def test_the_gallery_shows_the_families_that_are_tested():
