@@ -377,8 +377,8 @@ def restore(handle: Handle, state: EnvState, *, mask: Any = None) -> tuple[Handl
     """Restores the envs of the handle to saved states: env *i* to `state[i]`.
 
     The same actions then give the same data, bit for bit, as after the save. A state may come from another
-    env that was made by the same function, even in another pool of equal specification. It is then sent to
-    that worker.
+    env of the pool that was made by the same function. It is then sent to that env's worker, if it is in
+    another one. `pack_states` moves states to another pool.
 
     Args:
         handle: The handle returned by the latest call.

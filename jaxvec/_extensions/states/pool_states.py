@@ -27,7 +27,6 @@ from jaxvec._extensions.states.slice_states import SliceStates
 from jaxvec._extensions.states.slot_states import LostStates
 from jaxvec._extensions.states.state_files import PackedStates
 from jaxvec._memory.segment import Arrays, Deliver, Index, Rows, index_of
-from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._pool.pool_extension import Operation, PoolExtension
 from jaxvec._pool.state import ActiveMove
@@ -54,17 +53,16 @@ def _save(mine: PoolStates, pool: Pool, move: Move, operands: Rows, deliver: Del
 def _restore(mine: PoolStates, pool: Pool, move: Move, operands: Rows, deliver: Deliver) -> list[Any]:
     """Restores the envs of a move to states `[n, 3]`, where a mask `[n]` is set; returns the rows of all.
 
-    The states may be of any pools with the same specification. A failure breaks the pool.
+    A failure breaks the pool.
     """
     slots = move.slots
     (states, mask) = operands
     chosen = slots[mask]
     states = states[mask]
-    packed = None if (states[:, 0] == pool.id).all() else _collect(pool, states)
     with pool.exclusive_move(move) as active:
         pool.state.check_status(pool.engine.check_envs(slots, stepped=False), slots)
         pool.engine.wait_for_copies()
-        sources, rows, needs_reset = mine.find(pool, chosen, states, packed)
+        sources, rows, needs_reset = mine.find(pool, chosen, states)
         with pool.state.breaking():
             mine.restore(pool, active, chosen, sources, rows)
         pool.views.write(chosen, rows)
@@ -90,7 +88,10 @@ def _pack(
 ) -> list[NDArray[np.uint8]]:
     """Returns states `[n, 3]` as bytes, `[size]`; with a path as second operand, it also writes a file."""
     states, path = operands
-    data = state_files.pack_states(_packed(mine, pool, states), pool.spec.fingerprint)
+    with pool.engine.exclusive():
+        pool.state.check()
+        packed = mine.pack(pool, states)
+    data = state_files.pack_states(packed, pool.spec.fingerprint)
     if path is not None:
         state_files.write_states(path, data)
     return [np.frombuffer(data, np.uint8)]
@@ -108,42 +109,6 @@ def _unpack(
             return [mine.unpack(pool, packed)]
         except EnvStateError as error:
             raise StateFileError(f"{name}: {error}") from error
-
-
-def _packed(mine: PoolStates, pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
-    with pool.engine.exclusive():
-        pool.state.check()
-        return mine.pack(pool, states)
-
-
-def _collect(pool: Pool, states: NDArray[np.uint32]) -> PackedStates:
-    """Returns states of several pools, in their order."""
-    data: list[bytes] = [b""] * len(states)
-    rows = [np.empty((len(states), *leaf.shape), leaf.stored) for leaf in pool.spec.timestep_leaves]
-    needs_reset = np.empty(len(states), np.bool_)
-    for pool_id in np.unique(states[:, 0]).tolist():
-        places = np.flatnonzero(states[:, 0] == pool_id)
-        other = registry.get(pool_id)
-        if not pool_id or other is None or other.closed:
-            raise StaleStateError(
-                f"states of pool {pool_id} are lost: it was closed, or is in another process; save them again"
-                if pool_id
-                else "a state is uninitialised (all zeros); pass a state that save or simulate returned"
-            )
-        if other.spec.fingerprint != pool.spec.fingerprint:
-            raise StaleStateError(
-                f"states of pool {pool_id} do not fit pool {pool.id}, which has other spaces or options; "
-                "restore states of a pool with the same specification"
-            )
-        states_there = other.extension(PoolStates)
-        assert states_there is not None  # which has named these states
-        packed = _packed(states_there, other, states[places])
-        for place, one in zip(places.tolist(), packed.data, strict=True):
-            data[place] = one
-        for row, part in zip(rows, packed.rows, strict=True):
-            row[places] = part
-        needs_reset[places] = packed.needs_reset
-    return PackedStates(data, rows, needs_reset)
 
 
 def _too_many(count: int, capacity: int, pool_id: int) -> ValueError:
@@ -251,8 +216,8 @@ class TimestepTable:
         foreign = np.flatnonzero(ids[:, 0] != self._pool_id)
         if foreign.size:
             raise StaleStateError(
-                f"state {foreign[0]} is of pool {ids[foreign[0], 0]}, not of pool {self._pool_id}; pass it "
-                "to the pool that saved it"
+                f"state {foreign[0]} is of pool {ids[foreign[0], 0]}, not of pool {self._pool_id}. While the "
+                "other pool is open, pack_states and unpack_states move states"
                 if ids[foreign[0]].any()
                 else f"state {foreign[0]} is uninitialised (all zeros); pass a state that save or simulate "
                 "returned"
@@ -349,20 +314,13 @@ class PoolStates(PoolExtension):
         return table.ids(numbers), places
 
     def find(
-        self, pool: Pool, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
+        self, pool: Pool, slots: NDArray[Any], ids: NDArray[np.uint32]
     ) -> tuple[Sources, list[NDArray[Any]], NDArray[np.bool_]]:
         """Returns the states for `slots`: sources for the workers, time steps, and `needs_reset`."""
-        sources: Sources
-        if packed is None:
-            numbers = self.table.find(ids, _incarnations(pool))
-            places = self.table.places(numbers)
-            sources = self._sources_for(pool, slots, numbers)
-            rows = self.table.read(places)
-            needs_reset = self.table.needs_reset[places]
-        else:
-            sources = packed.data
-            rows = list(packed.rows)
-            needs_reset = packed.needs_reset
+        numbers = self.table.find(ids, _incarnations(pool))
+        places = self.table.places(numbers)
+        sources = self._sources_for(pool, slots, numbers)
+        rows = self.table.read(places)
         rows[self._leaf["info", "env_id"]] = slots.astype(np.int32)
         # Before the envs change, as a failure of `restore` breaks the pool.
         if not isinstance(sources, np.ndarray):
@@ -374,7 +332,7 @@ class PoolStates(PoolExtension):
                 self._worker_of[slots[moved]],
                 lambda mine: (slots[moved][mine].tolist(), data[mine].tolist()),
             )
-        return sources, rows, needs_reset
+        return sources, rows, self.table.needs_reset[places]
 
     def restore(
         self, pool: Pool, active: ActiveMove, slots: NDArray[Any], sources: Sources, rows: Rows
