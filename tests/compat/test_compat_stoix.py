@@ -174,7 +174,6 @@ class Config(dict):
 
 
 def test_registered_name_makes_stoix_systems_use_jaxvec_envs(stoa, monkeypatch):
-    # tests/conformance/test_stoix.py does the same with Stoix itself.
     theirs = types.ModuleType("stoix.utils.make_env")
     theirs.make_factory = lambda config: ("theirs", config.env.env_name)
     hydra = types.ModuleType("hydra.utils")

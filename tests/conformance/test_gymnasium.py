@@ -1,6 +1,7 @@
 """Gymnasium's own tests of its vector envs, with the classes swapped for ours.
 
-They run from a checkout of Gymnasium, of the installed version.
+They run from a checkout of https://github.com/Farama-Foundation/Gymnasium at v1.4.0, which the environment
+variable `JAXVEC_GYMNASIUM` names, with `pip install gymnasium==1.4.0 moviepy`.
 
 Tests that fail without the swap as well, for want of a display or an extra, say nothing of us.
 """
@@ -14,8 +15,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from checkouts import GYMNASIUM
 
+CHECKOUT = os.environ.get("JAXVEC_GYMNASIUM")
 FILES = ["tests/vector", "tests/wrappers/vector", "tests/envs/registration/test_make_vec.py"]
 
 # What differs, and why.
@@ -27,7 +28,7 @@ DIFFERENCES = {
 }
 
 pytestmark = [
-    pytest.mark.skipif(bool(GYMNASIUM.missing), reason=GYMNASIUM.missing),
+    pytest.mark.skipif(CHECKOUT is None, reason="JAXVEC_GYMNASIUM names no checkout of Gymnasium"),
     pytest.mark.timeout(1_200),
 ]
 
@@ -46,7 +47,7 @@ def _failures(folder: Path, files: list[str], *, swap: bool) -> set[str]:
     """Returns the names of the tests that fail, and asserts that some pass."""
     report = folder / f"{swap}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
-    path = [str(GYMNASIUM.folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = [str(CHECKOUT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "SDL_VIDEODRIVER": "dummy",
@@ -55,7 +56,7 @@ def _failures(folder: Path, files: list[str], *, swap: bool) -> set[str]:
     plugin = ["-p", "gymnasium_swap"] if swap else []
     done = subprocess.run(
         [*command, *plugin],
-        cwd=GYMNASIUM.folder,
+        cwd=CHECKOUT,
         env=environment,
         capture_output=True,
         text=True,

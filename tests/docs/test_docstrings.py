@@ -43,7 +43,7 @@ NOT_RUN = {
     "jaxvec._backends.ray.rollouts.RolloutStats": "needs a cluster",
     "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",
     "jaxvec.adapters.mlagents.MlAgentsEnv": "needs a built Unity scene",
-    "jaxvec.compat.stoix.register": "needs Stoix; tests/conformance/test_stoix.py runs it",
+    "jaxvec.compat.stoix.register": "needs Stoix; tests/compat/test_compat_stoix.py has a stand-in",
 }
 # Their examples compile the same programs again as those of the functions that return them.
 AGAIN = {"jaxvec.ports.Comparison", "jaxvec.ports.Distributions"}
