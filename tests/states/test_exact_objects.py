@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import enum
 import functools
+import gc
 import io
 import itertools
 import logging
@@ -311,6 +312,10 @@ CASES: dict[str, Any] = {
         build(grid=lambda env: [[0] * 3] * 20),
         lambda env, n: increased(env.grid[n % 20], 0, n) + sum(map(sum, env.grid)),
     ),
+    "row of two long lists": (
+        build(one=lambda env: [*range(20), [0]], other=lambda env: [env.one[-1], *range(20)]),
+        lambda env, n: increased(env.one[-1], 0, n) + env.other[0][0],
+    ),
     "inner dict": (
         build(table=lambda env: {n: {"x": 0} for n in range(20)}, one=lambda env: env.table[5]),
         lambda env, n: increased(env.one, "x", n) + sum(row["x"] for row in env.table.values()),
@@ -325,6 +330,14 @@ CASES: dict[str, Any] = {
             held=lambda env: vars(env.function),
         ),
         lambda env, n: bumped(env.held, n) + 10 * env.function.x,
+    ),
+    "set of its owner": (
+        build(
+            owner=lambda env: Thing(x=0),
+            members=lambda env: {env.owner},
+            _=lambda env: vars(env.owner).update(members=env.members, method=env.owner.__init__),
+        ),
+        lambda env, n: added(*env.members, "x", n) + env.owner.x + (env.owner.members is env.members),
     ),
     "order of attributes": (
         build(thing=lambda env: Thing(x=1, y=2)),
@@ -610,6 +623,13 @@ def itself_in_a_tuple():
     return inner[1]
 
 
+def iterator_in_its_list():
+    numbers = [1, 2, 3]
+    iterator = iter(numbers)
+    numbers.append(iterator)
+    return iterator
+
+
 def generator_in_a_closure():
     numbers = (n * n for n in range(9))
     return lambda: next(numbers)
@@ -659,6 +679,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "closure with a generator": (generator_in_a_closure, "a generator"),
     "variable without a value": (variable_without_a_value, "no value yet"),
     "tuple in itself": (itself_in_a_tuple, "a tuple that contains itself"),
+    "iterator in its own list": (iterator_in_its_list, "contains itself"),
     "exception": (lambda: ValueError("x"), "an exception"),
     "weak reference": (lambda: weakref.ref(Holder), "a weak reference"),
     "weak proxy": (lambda: weakref.proxy(Holder), "a weak reference"),
@@ -684,6 +705,17 @@ def test_other_types_are_refused_at_the_first_save(name):
     make, match = REFUSED[name]
     with pytest.raises(jaxvec.EnvStateError, match=f"cannot save Env: attribute Env.held.*{match}"):
         held_by(held=make())[1].save()
+
+
+@pytest.mark.parametrize("container", [dict.fromkeys(range(20)), [None] * 20], ids=["dict", "list"])
+def test_a_save_keeps_no_discarded_container_alive(container):
+    env, stateful = held_by(table=container.copy())
+    stateful.save()
+    env.table[5] = Thing()
+    reference = weakref.ref(env.table[5])
+    del env.table
+    gc.collect()
+    assert reference() is None
 
 
 class LocalClasses(gymnasium.Env):
