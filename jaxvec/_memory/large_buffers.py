@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import tempfile
 import weakref
 from collections.abc import Sequence
 from pickle import PickleBuffer
@@ -55,13 +56,11 @@ class LargeBuffers:
         place = self._places.get(key)
         if place is None:
             if not self.descriptors:
-                self.descriptors.append(create_memory("arrays of jaxvec"))
+                self.descriptors.append(_create_memory())
             place = self._places[key] = BufferPlace(self._end, raw.nbytes, raw.readonly)
-            with size_advice():
-                os.ftruncate(self.descriptors[0], self._end + raw.nbytes)
-            written = 0
-            while written < raw.nbytes:
-                written += os.pwrite(self.descriptors[0], raw[written:], self._end + written)
+            with size_advice(), open(self.descriptors[0], "wb", closefd=False) as memory:
+                memory.seek(self._end)
+                memory.write(raw)
             self._buffers.append(raw)
             self._end = align(self._end + raw.nbytes, mmap.PAGESIZE)  # for `map_again`
         return place
@@ -71,6 +70,14 @@ class LargeBuffers:
             os.close(self.descriptors.pop())
         self._places = {}
         self._buffers = []
+
+
+def _create_memory() -> int:
+    if sys.platform == "linux":
+        return create_memory("arrays of jaxvec")
+    # macOS can neither write to shared memory, nor enlarge it, nor map it privately.
+    with tempfile.TemporaryFile() as file:  # without a name
+        return os.dup(file.fileno())
 
 
 class PrivateMemory(mmap.mmap):

@@ -66,6 +66,10 @@ class SpawnedWorker(Process):
     def ended(self) -> bool:
         if self._process.returncode is not None:
             return True
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13: only `poll` tells, and reaps the worker
+            if self._process.poll() is not None:
+                kill_group(self.pid)  # at once, as the number of a group without processes is free
+            return self._process.returncode is not None
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # other code has reaped it
@@ -83,7 +87,8 @@ def _drop(process: subprocess.Popen[bytes], program: int) -> None:
 
 def kill_group(pid: int) -> None:
     """Kills the processes in the group that `pid` leads, if there are any."""
-    with suppress(ProcessLookupError):
+    # On macOS, it is a PermissionError if all of them have ended and are yet to be reaped.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 

@@ -83,11 +83,11 @@ def _examine() -> Iterator[tuple[str, str]]:
     reason = fork.reason_unavailable()
     yield "start method", process.choose_start_method("auto") if reason is None else f"spawn: {reason}"
     yield "pin_workers", "ready" if can_bind() else "off: this system does not bind processes to cores"
-    # Calls that some containers deny. Pools work without.
+    # Calls that some containers deny, and that macOS lacks. Pools work without.
     yield "getaffinity", "permitted" if affinity() else "off: usable cores are those of the machine"
     reason = lifeline.reason_for_thread()
     yield "F_SETSIG", "permitted" if reason is None else f"off: {reason}; a thread ends each worker"
-    for call, reason in _denied_calls().items():
+    for call, reason in _denied_calls().items() if sys.platform == "linux" else ():
         yield call, "permitted" if reason is None else f"off: {reason}"
     reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
@@ -107,16 +107,16 @@ def _denied_calls() -> dict[str, str | None]:
     calls: dict[str, str | None] = dict.fromkeys(("memfd_create", "fallocate", "F_ADD_SEALS"))
     try:
         memory = os.memfd_create("jaxvec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except (AttributeError, OSError) as error:
+    except OSError as error:
         calls["memfd_create"] = f"{error}; pools use POSIX shared memory"
         memory = segment.create_memory("jaxvec")
     try:
         os.posix_fallocate(memory, 0, 1)
-    except (AttributeError, OSError) as error:
+    except OSError as error:
         calls["fallocate"] = f"{error}; pools write zeros to allocate memory"
     try:
         segment.seal(memory)
-    except (AttributeError, OSError) as error:
+    except OSError as error:
         calls["F_ADD_SEALS"] = f"{error}; envs could change the size of the shared memory"
     os.close(memory)
     return calls

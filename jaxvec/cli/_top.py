@@ -83,7 +83,7 @@ def _segments(pid: int) -> Iterator[bytes]:
     try:
         descriptors = sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda path: int(path.name))
     except FileNotFoundError as error:
-        raise UsageError(f"there is no process {pid}, or no /proc") from error
+        raise UsageError(f"there is no process {pid}, or no /proc to read (as on macOS)") from error
     except PermissionError as error:
         raise UsageError(f"process {pid} belongs to another user; run this command as that user") from error
     seen: set[int] = set()  # inodes: the mapping has a descriptor of its own
