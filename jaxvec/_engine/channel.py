@@ -103,13 +103,7 @@ class Channel:
             TimeoutError: A message arrived in part, but not whole by `deadline` (`time.monotonic()` seconds).
             EOFError: The peer is dead, or has closed its end.
         """
-        try:
-            kind = self._socket.recv(1)
-        except ConnectionResetError as error:
-            raise EOFError from error
-        if not kind:
-            raise EOFError
-        if kind == _WAKE_BYTE:
+        if self._read(1, None, self._socket.recv) == _WAKE_BYTE:
             self._skip_wakes()
             return WAKE
         (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline, self._receive_header))
@@ -181,28 +175,23 @@ class Channel:
             if wakes:
                 self._socket.recv(wakes)
 
-    def _read(self, count: int, deadline: float | None, receive: Callable[[int, int], bytes]) -> bytes:
+    def _read(self, count: int, deadline: float | None, receive: Callable[[int], bytes]) -> bytes:
         parts: list[bytes] = []
-        flags = 0 if deadline is None else socket.MSG_DONTWAIT
         while count:
+            if deadline is not None and not self.readable(deadline):
+                raise TimeoutError
             try:
-                part = receive(min(count, _CHUNK), flags)
-            except BlockingIOError:
-                part = None  # waits outside of this block, see `_skip_wakes`
+                part = receive(min(count, _CHUNK))
             except ConnectionResetError as error:
                 raise EOFError from error
-            if part is None:
-                if not _ready(self._socket, select.POLLIN, deadline):
-                    raise TimeoutError
-                continue
             if not part:
                 raise EOFError
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
 
-    def _receive_header(self, count: int, flags: int) -> bytes:
-        part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1, flags)
+    def _receive_header(self, count: int) -> bytes:
+        part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1)
         self.descriptors += descriptors
         return part
 
