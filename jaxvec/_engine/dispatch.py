@@ -17,8 +17,9 @@ in the order of the numbers. A worker that replaces a dead one finds its work in
 
 This file has the portable dispatch, which wakes the other side by one byte over the control socket. The
 native one in `_engine/native_dispatch.py` sleeps and wakes on futexes in the segment. Each side writes the
-rows, then the mark, then wakes the other, and reads in the opposite order. The system calls order memory
-between the processes, so the portable dispatch needs no fences.
+rows, then the mark, then wakes the other, and reads in the opposite order. The socket orders only what was
+written before a byte was sent and is read after that byte was received. But both sides also look at the marks
+without having received a byte, so there is a `fence` between rows and marks, on both sides.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from jaxvec._engine.channel import WAKE, Channel
 from jaxvec._engine.move import VERBS, Verb, requests, verbs_of
-from jaxvec._memory.segment import Marks
+from jaxvec._memory.segment import Marks, fence
 
 DEATH_CHECK_INTERVAL = 0.05  # seconds between checks for dead workers, because a dead worker wakes no waiter
 
@@ -67,8 +68,10 @@ class Slots:
         return Work(VERBS[verbs[0]], slots.start + unfinished[same])
 
     def are_completed(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
-        """Returns for each of `slots` if the parent owns it."""
-        return self._completed[slots] == self._requested[slots]
+        """Returns for each of `slots` if the parent owns it, and may read its rows."""
+        completed = self._completed[slots] == self._requested[slots]
+        fence()
+        return completed
 
     def enough_completed(self, slots: NDArray[Any], count: int) -> bool:
         """Returns True if the parent owns `count` of `slots`."""
@@ -81,9 +84,8 @@ class Slots:
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
         """Returns True if one of `slots` has an unfinished reset."""
-        requested = self._requested[slots]
-        unfinished = requested != self._completed[slots]
-        return bool((unfinished & (verbs_of(requested) == int(Verb.RESET))).any())
+        unfinished = slots[~self.are_completed(slots)]
+        return bool((verbs_of(self._requested[unfinished]) == int(Verb.RESET)).any())
 
     def unfinished(self) -> NDArray[Any]:
         """Returns the ids of all slots that workers own."""
@@ -173,7 +175,9 @@ class PortableParentDispatch(ParentDispatch):
         marks = requests(numbers, verb)
         self._marks.target[1] += 1
         try:
+            fence()  # after the rows, and after the version became odd
             self._requested[slots] = marks  # from now on the workers own the slots
+            fence()
         finally:  # also after Ctrl-C, as workers wait for it
             self._marks.target[1] += 1
         for worker in np.unique(self._stops.searchsorted(slots, side="right")).tolist():
@@ -220,6 +224,7 @@ class PortableWorkerDispatch(WorkerDispatch):
 
     def post(self, slots: NDArray[Any]) -> None:
         self._completed_at[slots] = time.monotonic_ns()
+        fence()  # after the rows
         self._completed[slots] = self._requested[slots]
         self._channel.wake()
 

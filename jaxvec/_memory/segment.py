@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -90,9 +91,23 @@ class Marks:
         """Returns a copy of the requests of `slots`, with all or none of each send: see `Board::target`."""
         while True:
             version = self.target[1]  # odd while the parent writes requests
+            fence()
             requested = self.requested[slots].copy()
+            fence()  # before the look at the version, and before the caller reads the rows of the requests
             if version % 2 == 0 and self.target[1] == version:
                 return requested
+
+
+def fence() -> None:
+    """Keeps the accesses to memory before this call before those after it, as other processes see them.
+
+    x86 does so by itself, for writes and for reads. ARM does not, and Python has no fence. But no access
+    moves below an unlock, no access above a lock, and no lock above an earlier unlock.
+    """
+    lock = threading.Lock()  # a new one, since a signal handler may interrupt this call and make another
+    lock.acquire()
+    lock.release()
+    lock.acquire()
 
 
 # --- Layout: the offset of each array in the segment -----------------------------------------------------
