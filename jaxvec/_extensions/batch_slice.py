@@ -29,11 +29,20 @@ from jaxvec._envs.envs import (
 )
 from jaxvec._envs.slice import Done, Slice
 from jaxvec._leaves import DictNode, Leaf, Node, PaddedNode, leaves, map_leaves, padded_nodes
-from jaxvec._memory.rows import InvalidValue, Write, conform, reader, store, writer, wrong_structure
+from jaxvec._memory.rows import InvalidValue, Write, column, conform, reader, store, writer, wrong_structure
 from jaxvec._memory.segment import Arrays, Marks, kind_of
 from jaxvec._options import PoolConfig
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._tracing import RecordedEnv, SpanRecorder
+
+# Paths of the leaves that a reset zeroes.
+_OF_EPISODE = (
+    ("reward",),
+    ("terminated",),
+    ("truncated",),
+    ("info", "episode_return"),
+    ("info", "episode_length"),
+)
 
 
 class BatchAccess(EnvAccess):
@@ -157,12 +166,6 @@ class BatchSlice(Slice):
             rows = self._rows(which)
             self._running[0] = rows.start + 1
             chosen = np.isin(np.arange(rows.start, rows.stop), slots)
-            with self._error_context(which, "reset"):
-                if self._spec.autoreset.resets and not chosen.all():
-                    raise InvalidValue(
-                        f"envs {rows.start} to {rows.stop - 1} are one batched env, which with autoreset is "
-                        f"reset as a whole; reset all of them, not {int(chosen.sum())}"
-                    )
             seeds = self._arrays["seed",][rows]
             reset = rows.start + np.flatnonzero(chosen)
             indices = reset - self.first
@@ -171,25 +174,21 @@ class BatchSlice(Slice):
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._error_context(which, "reset"):  # ends forks before they write rows
+                if self._spec.autoreset.resets and not chosen.all():
+                    raise InvalidValue(
+                        f"envs {rows.start} to {rows.stop - 1} are one batched env, which with autoreset is "
+                        f"reset as a whole; reset all of them, not {int(chosen.sum())}"
+                    )
                 result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
             with self._error_context(which, "reset"):
                 obs, info = split_reset(result)
                 self._write(self._spec.obs, obs, rows)
+                self._write_infos(which, rows, info, np.zeros(self._size, np.bool_), chosen)
             self._returns[indices] = 0
             self._lengths[indices] = 0
             self._over[indices] = False
-            for path in (("terminated",), ("truncated",), ("info", "episode_length")):
+            for path in _OF_EPISODE:
                 self._arrays[path][reset] = 0
-            for leaf in (self._spec.reward, self._spec.info.child("episode_return")):
-                self._arrays[leaf.path][reset] = 0
-            with self._error_context(which, "reset"):
-                # The infos of a masked reset lack those of the other envs, whose rows must not change.
-                others = rows.start + np.flatnonzero(~chosen)
-                columns = [self._arrays[leaf.path] for leaf in leaves(self._spec.declared)]
-                values_of_others = [column[others] for column in columns]
-                self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
-                for column, values in zip(columns, values_of_others, strict=True):
-                    column[others] = values
             self._stats[_stats.RESETS] += int(chosen.sum())
             self._stats[_stats.RESET_NS] += monotonic_ns() - started
         self._running[0] = 0
@@ -213,7 +212,7 @@ class BatchSlice(Slice):
                 self._write(self._spec.truncated, truncated, rows)
                 over = self._arrays["terminated",][rows] | self._arrays["truncated",][rows]
                 self._count(rows, np.asarray(reward), over)
-                self._write_infos(which, rows, info, over)
+                self._write_infos(which, rows, info, over, np.ones(self._size, np.bool_))
             self._stats[_stats.STEP_NS] += monotonic_ns() - started
         self._running[0] = 0
 
@@ -301,12 +300,15 @@ class BatchSlice(Slice):
         self._stats[_stats.STEPS] += self._size - int(was_reset.sum())
         self._stats[_stats.EPISODES] += int(over.sum())
 
-    def _write_infos(self, which: int, rows: slice, info: Any, over: NDArray[np.bool_]) -> None:
+    def _write_infos(
+        self, which: int, rows: slice, info: Any, over: NDArray[np.bool_], chosen: NDArray[np.bool_]
+    ) -> None:
+        """Writes an info. It has declared keys of the `chosen` envs only; rows of others must not change."""
         if not isinstance(info, dict):
             raise InvalidValue(f"info must be a dict, got {type(info).__name__}")
         self._infos[which] = info
         self._arrays["raw_info",][rows] = kind_of(info)
-        self._write_declared(self._spec.declared, info, rows)
+        self._write_declared(self._spec.declared, info, rows, chosen)
         if self._spec.has_final_obs:
             node = self._spec.info.child("final_obs")
             if self._arrays["info", "_final_obs"][rows].any():  # set by the last step
@@ -321,26 +323,26 @@ class BatchSlice(Slice):
                 raise
         if self._spec.has_final_info:
             final = info.get("final_info", {})
-            self._write_declared(self._spec.info.child("final_info"), final, rows)
+            self._write_declared(self._spec.info.child("final_info"), final, rows, chosen)
 
-    def _write_declared(self, node: DictNode, info: Mapping[str, Any], rows: slice) -> None:
+    def _write_declared(
+        self, node: DictNode, info: Mapping[str, Any], rows: slice, chosen: NDArray[np.bool_]
+    ) -> None:
         for key, child, mask in zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True):
             value = info.get(key)
-            has = np.broadcast_to(value is not None and info.get(f"_{key}", True), (self._size,))
-            is_whole = has.all() and isinstance(value, np.ndarray) and value.dtype != object
-            values_of_rows = (
-                [] if is_whole else [(row, _row(child, value, row)) for row in np.flatnonzero(has).tolist()]
-            )
-            values_of_rows = [(row, part) for row, part in values_of_rows if part is not None]
-            masks = self._arrays[mask.path][rows]  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
-            masks[:] = is_whole
-            masks[[row for row, _ in values_of_rows]] = True
-            if is_whole:
+            has = chosen & np.broadcast_to(value is not None and info.get(f"_{key}", True), (self._size,))
+            masks = column(mask, self._arrays)[rows]
+            if has.all() and isinstance(value, np.ndarray) and value.dtype != object:
+                masks[:] = True
                 self._write(child, value, rows)
                 continue
+            parts = [(row, _row(child, value, row)) for row in np.flatnonzero(has).tolist()]
+            parts = [(row, part) for row, part in parts if part is not None]
             for leaf in leaves(child):
-                self._arrays[leaf.path][rows] = 0
-            self._write_each(self._write_row[child.path], rows, values_of_rows)
+                self._arrays[leaf.path][rows][chosen] = 0
+            masks[chosen] = False
+            masks[[row for row, _ in parts]] = True
+            self._write_each(self._write_row[child.path], rows, parts)
 
 
 def _as_seed(seeds: NDArray[np.int64]) -> Any:
