@@ -384,10 +384,15 @@ class PoolConfig:
                 "other envs, so it cannot be restored from one env's state. Remove one of them"
             )
         if self.envs_per_instance is not None:
-            rejected: dict[str, Any] = {"on_fault": restart, "check": self.strict}
-            rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
-            rejected |= {"Workers(recycle=...)": self.workers.recycle, "autoreset_mode": self.autoreset_mode}
-            rejected |= {"reset_options": self.reset_options is not None}
+            rejected = {
+                "on_fault": restart,
+                "check": self.strict,
+                "spare_envs": self.spare_envs,
+                "states": self.states.max or self.states.functions,
+                "Workers(recycle=...)": self.workers.recycle,
+                "autoreset_mode": self.autoreset_mode,
+                "reset_options": self.reset_options is not None,
+            }
             why = "does not go with a batched env, which resets its envs itself"
             reject(f"{why}; leave it out, or make the envs one by one", rejected)
 

@@ -60,21 +60,12 @@ class Autoreset(Enum):
     @property
     def resets(self) -> bool:
         """True if envs reset themselves."""
-        return _RESETTING_STEP[self] is not None
+        return self in (Autoreset.SAME_STEP, Autoreset.NEXT_STEP)
 
     @property
     def same_step(self) -> bool:
         """True if the step that ends an episode has the first observation of the next one."""
-        return _RESETTING_STEP[self] == 0
-
-
-# The step that resets an env, counted from the end of its episode; `None` if it does not reset itself.
-_RESETTING_STEP = {
-    Autoreset.SAME_STEP: 0,
-    Autoreset.NEXT_STEP: 1,
-    Autoreset.DISABLED: None,
-    Autoreset.EPISODIC: None,
-}
+        return self is Autoreset.SAME_STEP
 
 
 def parse_autoreset(mode: Any) -> Autoreset:

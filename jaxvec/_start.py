@@ -173,11 +173,9 @@ def _choose_backend(backend: Any) -> Backend:
     """Returns a backend, given it or its name."""
     if isinstance(backend, Backend):
         return backend
-    if backend == "process":
-        return LocalProcesses()
-    if backend == "serial":
-        return SerialBackend()
-    raise ValueError(f'backend must be "process", "serial", or a jaxvec.Backend, not {backend!r}')
+    if backend not in ("process", "serial"):
+        raise ValueError(f'backend must be "process", "serial", or a jaxvec.Backend, not {backend!r}')
+    return LocalProcesses() if backend == "process" else SerialBackend()
 
 
 def _batch_size(config: PoolConfig, num_envs: int) -> int:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _native, _stats
 from jaxvec._arguments import NO_SEED
+from jaxvec._engine.move import merge
 from jaxvec._envs.env_access import SlotAccess
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.envs import (
@@ -152,8 +153,11 @@ class EnvSlice(Slice):
         self.spec = spec
         self.arrays = arrays
         self.config = config
-        self.extend([extend(self) for extend in on_slice])
+        self.extensions = [extend(self) for extend in on_slice]
+        self.verbs = merge(extension.verbs for extension in self.extensions)
         for extension in self.extensions:
+            self.prepare = extension.prepare or self.prepare
+            self.find_retirement = extension.find_retirement or self.find_retirement
             self.slots.autoreset_by = extension.autoreset or self.slots.autoreset_by
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options, merge_options
-from jaxvec._engine.move import Verb, merge
+from jaxvec._engine.move import Verb
 from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._tracing import SpanRecorder, Trace
@@ -165,14 +165,6 @@ class Slice(ABC):
                 if (base.__module__, base.__qualname__) == (method.module, method.owner):
                     return getattr(owner, method.name)(*args)
         raise NotImplementedError(f"no extension of the pool has the method {method.owner}.{method.name}")
-
-    def extend(self, extensions: Sequence[SliceExtension]) -> None:
-        """Adds the extensions, once."""
-        self.extensions = extensions
-        self.verbs = merge(extension.verbs for extension in extensions)
-        for extension in extensions:
-            self.prepare = extension.prepare or self.prepare
-            self.find_retirement = extension.find_retirement or self.find_retirement
 
     def perform(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Performs an extension's operation, which does not raise."""
