@@ -275,6 +275,8 @@ LimitName = Literal["start", "reset", "step"]  # a field of `Timeouts`
 class Timeouts:
     """Time limits in seconds, for `make(timeouts=...)`, up to 2,000,000. The serial backend has none.
 
+    It limits only the steps of envs that call JAX in a program, where they can wait for each other.
+
     `None` and `float("inf")` mean no limit.
 
     Attributes:

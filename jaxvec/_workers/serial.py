@@ -1,22 +1,29 @@
 """The serial backend: all envs of a pool in this process, as one slice.
 
 It is for debugging, and for a few envs with steps that take less time than a dispatch. The C++ engine
-calls `send` for a step, with the GIL. The backend can't interrupt an env, so timeouts do not apply.
+calls `send` for a step, with the GIL. The backend can't interrupt an env, so timeouts do not apply, except to
+programs that step envs which call JAX.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,8 +36,9 @@ from jaxvec._envs.constructors import describe
 from jaxvec._envs.copies import copied
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
 from jaxvec._envs.slice import Arguments, EnvSettings, MethodName
-from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
+from jaxvec._errors import EnvError, EnvStateError, EnvTimeoutError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
+from jaxvec._native import interrupts
 from jaxvec._options import LimitName, PoolConfig, reject
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Trace
@@ -57,10 +65,12 @@ class _HostThread:
     variables that it had in its latest call. These include the context of `decimal`, and NumPy's `errstate`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit  # seconds
         self._thread = threading.get_ident()
         self._flushes = _flushes_denormals()
         self._context = copy_context()
+        self.apart: ThreadPoolExecutor | None = None  # for envs that call JAX
         # Floating-point states: first this thread's, then that of the thread which calls `run`. The pool lets
         # one thread at a time call it.
         self._memory = ctypes.create_string_buffer(2 * _FLOAT_STATE)
@@ -76,12 +86,48 @@ class _HostThread:
                 return call(*args)
         else:
             call = partial(self._context.run, call)
+            if self.apart is not None:
+                return self._run_apart(self.apart.submit(call, *args))
         _read_floats(self._floats_of_caller)
         _write_floats(self._own_floats)
         try:
             return call(*args)
         finally:
             _write_floats(self._floats_of_caller)
+
+    def _run_apart(self, call: Future[T]) -> T:
+        """Waits for the end of a call, up to the limit for steps and to Ctrl-C."""
+        # XLA runs a limited number of computations at a time. If the program has queued as many, one of the
+        # env waits for them, and they for the env. Only an error of the program's call ends that.
+        warnings.warn(_CALLS_JAX, stacklevel=2)
+        check_interrupt = interrupts.since_now()
+        deadline = time.monotonic() + (math.inf if self._limit is None else self._limit)
+        while not wait([call], timeout=_INTERRUPT_INTERVAL).done:
+            check_interrupt()
+            if time.monotonic() > deadline:
+                text = f"step timed out after {self._limit} s (Timeouts.step). {_CALLS_JAX}"
+                raise EnvTimeoutError(text, env_ids=())
+        return call.result()
+
+
+_INTERRUPT_INTERVAL = 0.1  # seconds
+_CALLS_JAX = (
+    'use backend="process": an env of backend="serial" calls JAX, which can wait forever for the compiled '
+    "program that steps it"
+)
+
+
+def _calls_jax(env: Any) -> bool:
+    """Returns True if a method of an env or of a wrapper names a module of JAX, or an attribute is of JAX."""
+    attributes = getattr(env, "__dict__", {})
+    modules = {type(value).__module__ for value in attributes.values()}
+    for method in (value for cls in type(env).__mro__ for value in vars(cls).values()):
+        if isinstance(method, FunctionType):
+            named = [method.__globals__.get(name) for name in method.__code__.co_names]
+            modules |= {value.__name__ for value in named if isinstance(value, ModuleType)}
+    if any(module.partition(".")[0] in ("jax", "jaxlib") for module in modules):
+        return True
+    return isinstance(env, gymnasium.Wrapper) and _calls_jax(attributes.get("env"))
 
 
 def _flushes_denormals() -> bool:
@@ -126,12 +172,15 @@ class SerialWorkers(WorkerGroup):
         self.incarnations = [0]
         self.last_errors = [None]
         self.env_settings = None
-        self._host = _HostThread()
+        self._host = _HostThread(recipe.config.timeouts.step)
         if budget.policy is not None:
             self.env_settings = EnvSettings(_share if recipe.shares_values else copied)
         try:
             with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
+                if any(map(_calls_jax, self._envs)):
+                    interrupts.watch()
+                    self._host.apart = ThreadPoolExecutor(1)
                 description = describe(
                     self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import decimal
 import signal
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -285,3 +286,45 @@ def test_batched_spaces_leave_the_spaces_of_the_env_unchanged(make):
         lambda env: [space._np_random is not None for space in (env.observation_space, env.action_space)]
     )
     assert has_generators == ([False, False], [False, False])
+
+
+HANGING = """
+import sys
+import jax, jax.numpy as jnp
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def step(self, action):
+        jax.jit(jnp.negative)(1).block_until_ready()
+        return super().step(action)
+
+jaxvec.config.dispatch = sys.argv[1]
+envs = jaxvec.make(Env, 2, backend="serial", timeouts=jaxvec.Timeouts(step=float(sys.argv[2])))
+handle, _ = jaxvec.reset(envs, seed=0)
+step = jax.jit(jaxvec.step)
+print("stepping", flush=True)
+for _ in range(20):
+    action = jnp.ones((300, 300))
+    for _ in range(64):
+        action = action @ action * 0.001
+    handle, _ = step(handle, (action[0, :2] * 0).astype(int))
+jax.block_until_ready(handle)
+"""
+
+
+@needs_ffi
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+@pytest.mark.parametrize(("limit", "error"), [(2, "EnvTimeoutError"), (1000, "KeyboardInterrupt")])
+def test_a_hang_of_an_env_that_calls_jax_ends(dispatch, limit, error):
+    """Its computations and the program's queued ones wait for each other."""
+    words = [sys.executable, "-c", HANGING, dispatch, str(limit)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout.readline() == "stepping\n"
+        assert 'use backend="process"' in program.stderr.readline()
+        if limit > 2:
+            program.stderr.readline()
+            program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=PATIENCE)
+    assert error in err
+    assert program.returncode != 0
