@@ -97,7 +97,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
-        raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
+        hint = "; use jaxvec.make(env, num_envs)" if name.startswith("make") or "VectorEnv" in name else ""
+        raise AttributeError(f"module 'jaxvec' has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(f"jaxvec.{_LAZY[name]}"), name)
 
 

@@ -380,5 +380,6 @@ def find_first(wrong: NDArray[np.bool_]) -> int | None:
 
 def castable(given: np.dtype[Any], leaf: Leaf) -> bool:
     """Returns True if `given` comes no later than the leaf's dtype in the order bool, integer, float."""
+    kind = getattr(given, "kind", None)  # keys of JAX have none
     ranks = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2}  # V: bfloat16 and other custom floats
-    return given.kind in ranks and ranks[given.kind] <= ranks[leaf.dtype.kind]
+    return kind in ranks and ranks[kind] <= ranks[leaf.dtype.kind]

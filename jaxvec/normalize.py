@@ -114,7 +114,7 @@ class RunningMeanStd:
             print(stats.normalize(jnp.array([5.0, 7.0, 99.0])).round())  # [ 0.  1. 10.]
             ```
         """
-        centred = jax.tree.map(lambda mean, leaf: leaf - mean, self.mean, values)
+        centred = jax.tree.map(lambda mean, leaf: _float32(leaf) - _like(leaf, mean), self.mean, values)
         return self.scale(centred, epsilon=epsilon, clip=clip)
 
     def scale(self, values: Any, *, epsilon: float = 1e-8, clip: float = 10.0) -> Any:
@@ -133,9 +133,19 @@ class RunningMeanStd:
         """
 
         def convert(var: jax.Array, values: Any) -> jax.Array:
-            return jnp.clip(values * jax.lax.rsqrt(var + epsilon), -clip, clip)
+            scale = jax.lax.rsqrt(var + epsilon)
+            return jnp.clip(_float32(values) * _like(values, scale), -clip, clip)
 
         return jax.tree.map(convert, self.var, values)
+
+
+def _float32(leaf: Any) -> jax.Array:
+    return jnp.asarray(leaf, jnp.float32)
+
+
+def _like(leaf: Any, statistic: jax.Array) -> jax.Array:
+    """Returns a statistic with the shape of a leaf: programs may forbid that JAX broadcasts implicitly."""
+    return jnp.broadcast_to(statistic, jnp.shape(leaf))
 
 
 def _axes_before(mean: jax.Array, values: Any) -> tuple[int, ...]:

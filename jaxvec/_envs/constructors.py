@@ -385,9 +385,9 @@ def merge(spaces: EnvSpaces, others: EnvSpaces, env_id: int, *, equal: bool) -> 
 
 def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:
     if isinstance(env, VectorEnv):
-        obs, action = (_read(env, env_id, f"single_{name}_space") for name in ("observation", "action"))
+        obs, action = (_read_space(env, env_id, f"single_{name}_space") for name in ("observation", "action"))
         return EnvSpaces(obs, action, None)
-    obs, action = (_read(env, env_id, f"{name}_space") for name in ("observation", "action"))
+    obs, action = (_read_space(env, env_id, f"{name}_space") for name in ("observation", "action"))
     reward = _optional(env, env_id, "reward_space")  # MO-Gymnasium's convention
     reward = reward if isinstance(reward, Space) else None
     if reward is None and isinstance(obs, Tuple) and isinstance(action, Tuple):
@@ -405,6 +405,14 @@ def _optional(env: Env, env_id: int, name: str) -> Any:
             return next((getattr(layer, name) for layer in layers_of(env) if declares(layer, name)), None)
     except AttributeFailure:
         return None
+
+
+def _read_space(env: Env | BatchedEnv, env_id: int, name: str) -> Any:
+    space = _read(env, env_id, name)
+    with EnvErrorContext(env_id, name):
+        if not isinstance(space, Space):
+            raise TypeError(f"set {name} to a space of gymnasium.spaces in the constructor, not to {space!r}")
+    return space
 
 
 def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:

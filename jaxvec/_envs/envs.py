@@ -365,10 +365,11 @@ def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:
         raise InvalidValue(
             f"reward: expected shape {shape}, got {value.shape}; declare the shape of the env's "
             "rewards in an attribute reward_space, a Box"
+            + (", also in a wrapper that adds them: n_agents means a reward per agent" if shape else "")
         )
-    if value.dtype.kind == "O" and shape == ():
-        with suppress(TypeError, OverflowError):
-            return float(value)  # Gymnasium accepts any object with `__float__`
+    if value.dtype.kind in "OV" and shape == ():
+        with suppress(TypeError, ValueError, OverflowError):
+            return float(value)  # Gymnasium accepts any object with `__float__`, also of dtype bfloat16
     if value.dtype.kind not in "biuf":
         raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}; return a float")
     return float(value) if shape == () else value.astype(np.float64)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxvec._arguments import check_action, check_ids, check_name, check_options, find_first
 from jaxvec._engine.move import Verb
@@ -91,7 +92,7 @@ def reset(
     return bind_reset(handle, seed, mask, options, fresh=fresh)
 
 
-def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Handle, TimeStep]:
+def step(handle: Handle, action: Any, *others: Any, reset_options: Any = None) -> tuple[Handle, TimeStep]:
     """Steps every env of the handle once, even if the result is unused.
 
     Works inside `jit`, `scan`, `while_loop`, `fori_loop`, `cond`, `vmap`, `grad` and `shard_map`, and
@@ -101,6 +102,7 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
         handle: The handle returned by the latest reset or step.
         action: Pytree of the action space with leaves `[num_envs, ...]`. Bools may stand for integers, and
             integers for floats. Integers may have any dtype, if their values fit the space's.
+        *others: None; envs have random numbers of their own, and need no key.
         reset_options: Options for the envs that reset themselves in this step, a pytree of the space of
             `make(reset_options=...)` with leaves `[num_envs, ...]`, or `[...]` for all envs. Envs keep the
             latest ones for later resets, so `None` changes nothing.
@@ -138,6 +140,10 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
             print(trajectory.obs.shape)  # (10, 2, 4)
         ```
     """
+    if others:
+        raise TypeError(
+            "write jaxvec.step(handle, action): a handle takes the place of gymnax's key and state"
+        )
     spec = check_handle(handle, "step")
     rows: Any = handle.num_envs, row_name(handle.token), PROGRAM
     operands = [*check_action(spec, action, *rows), *check_options(spec, reset_options, *rows)]
@@ -295,6 +301,7 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
         if not isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic, jax.Array)):
             return leaf
         array = jnp.asarray(leaf)
+        _check_dtype(f"call of {method}: an argument", array.dtype)
         if isinstance(leaf, (np.ndarray, np.generic)) and array.dtype.kind in "iu":
             exact = np.asarray(leaf)
             if (place := find_first(exact.astype(array.dtype) != exact)) is not None:
@@ -326,13 +333,24 @@ def _extra(name: str, args: Any, tree: Any) -> bytes:
     return dumps((name, args, skeleton))
 
 
+def _check_dtype(name: str, dtype: Any) -> None:
+    """Raises `TypeError` for dtypes that are not NumPy's own, such as bfloat16, and those of keys."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind == "V":
+        raise TypeError(
+            f"{name} is {dtype}, which envs can't exchange with programs: cast it, as by "
+            ".astype(jnp.float32), or convert a key by jax.random.key_data"
+        )
+
+
 def _answers(struct: Any) -> tuple[tuple[tuple[tuple[int, ...], np.dtype[Any]], ...], Any]:
     """Returns `Call.answers` for `result_shape_dtypes`, with JAX's canonical dtypes, and the tree."""
 
     def answer(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        if isinstance(value, (type, str, np.dtype)):
-            return (), np.dtype(jax.dtypes.canonicalize_dtype(np.dtype(value)))
-        return tuple(value.shape), np.dtype(jax.dtypes.canonicalize_dtype(np.dtype(value.dtype)))
+        is_dtype = isinstance(value, (type, str, np.dtype))
+        dtype = value if is_dtype else value.dtype
+        _check_dtype("result_shape_dtypes: a leaf", dtype)
+        canonical = np.dtype(jax.dtypes.canonicalize_dtype(np.dtype(dtype)))
+        return () if is_dtype else tuple(value.shape), canonical
 
     leaves, tree = jax.tree.flatten(struct)
     return tuple(map(answer, leaves)), tree
@@ -472,7 +490,8 @@ def bind_reset(handle: Handle, seed: Any, mask: Any, options: Any, **fields: Any
     spec = check_handle(handle, "reset")
     num_envs = handle.num_envs
     option_columns: list[Any] = []
-    if spec.reset_options is not None:
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(options))
+    if is_traced or spec.reset_options is not None:  # traced ones need a declaration
         option_columns = check_options(spec, options, num_envs, row_name(handle.token), PROGRAM)
         options = None
     words = seed_words(seed, num_envs)

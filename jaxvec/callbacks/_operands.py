@@ -78,7 +78,7 @@ def seed_words(seed: Any, num_envs: int) -> jax.Array:
     if seed.ndim == 0:
         first = low
         low = low + jnp.arange(num_envs, dtype=np.uint32)
-        high = high + (low < first)  # the carry of the addition
+        high = high + (low < first).astype(np.uint32)  # the carry of the addition
     return jnp.stack([low, high], axis=-1)
 
 

@@ -535,6 +535,9 @@ def test_an_env_without_a_space_is_an_env_error(backend, name, new_workers):
         jaxvec.make([whole, rest], backend=backend)
     assert (caught.value.env_id, caught.value.operation) == (1, name)
     assert isinstance(caught.value.__cause__, AttributeError)
+    setattr(rest, name, None)
+    with pytest.raises(jaxvec.EnvError, match=f"env 1 .*set {name} to a space .*, not to None"):
+        jaxvec.make([whole, rest], backend=backend)
     assert new_workers() == []
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import gymnasium
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -462,7 +463,8 @@ def test_seeds_reach_the_envs(make, backend):
     assert seeds() == [2**40, 2**40 + 1, 2**40 + 2]
     jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs, seed=2**40))())
     assert seeds() == [2**40, 2**40 + 1, 2**40 + 2]
-    jax.block_until_ready(jax.jit(lambda s: jaxvec.reset(envs, seed=s))(7))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.block_until_ready(jax.jit(lambda s: jaxvec.reset(envs, seed=s))(7))
     assert seeds() == [7, 8, 9]
     jax.block_until_ready(jax.jit(lambda s: jaxvec.reset(envs, seed=s))(np.array([4, 1, 9])))
     assert seeds() == [4, 1, 9]
@@ -548,11 +550,15 @@ class RewardEnv(CountingEnv):
             "vector": np.array([reward, -reward]),
             "NumPy scalar": np.float32(reward),
             "bool": bool(reward),
+            "bfloat16": ml_dtypes.bfloat16(reward),
+            "int4": ml_dtypes.int4(reward),
         }[self.kind]
         return obs, value, *rest
 
 
-@pytest.mark.parametrize("kind", ["float", "int", "zero-dimensional", "shape (1,)", "NumPy scalar", "bool"])
+@pytest.mark.parametrize(
+    "kind", ["float", "int", "zero-dimensional", "shape (1,)", "NumPy scalar", "bool", "bfloat16", "int4"]
+)
 def test_scalar_rewards_of_every_type(make, backend, kind):
     envs = make(RewardEnv, 2, kind=kind, backend=backend)
     envs.reset()
@@ -625,7 +631,8 @@ def test_a_shared_reward_of_agents_is_declared(make):
     envs = make(TeamEnv, 2, scalar=True)
     envs.reset()
     with pytest.raises(
-        jaxvec.EnvDataError, match=r"expected shape \(2,\), got \(\); declare .* reward_space"
+        jaxvec.EnvDataError,
+        match=r"expected shape \(2,\), got \(\); declare .* reward_space, .* in a wrapper",
     ):
         envs.step((np.zeros(2, int), np.zeros(2, int)))
 
@@ -672,10 +679,14 @@ def test_public_names_are_there_and_load_jax_lazily():
     modules += ["spaces", "testing"]
     assert dir(jaxvec) == sorted([*jaxvec.__all__, *modules])
     assert jaxvec.compat.__name__ == "jaxvec.compat"
-    try:
-        jaxvec.nonsense
-    except AttributeError as error:
-        assert "nonsense" in str(error)
+    hint = "use jaxvec.make(env, num_envs)"
+    for name, text in ("nonsense", "'nonsense'"), ("make_vec", hint), ("SyncVectorEnv", hint):
+        try:
+            getattr(jaxvec, name)
+        except AttributeError as error:
+            assert text in str(error)
+        else:
+            raise AssertionError(name)
     """
     run_quietly(source)
 

@@ -473,6 +473,9 @@ def test_wrong_options_name_the_leaf(make):
             envs.step(actions, reset_options=options)
     handle, _ = jaxvec.step(handle, actions)  # nothing has happened
     plain = make(LevelEnv, 2, num_workers=1)
+    for options in (lambda level: {"level": level}, lambda level: [{"level": level}] * 2):
+        with pytest.raises(TypeError, match=r"^reset_options: declare them with make\(reset_options="):
+            jax.jit(lambda level: jaxvec.reset(plain, options=options(level)))(np.int32(1))
     handle, _ = jaxvec.reset(plain)
     for step in (partial(jaxvec.step, handle), plain.step):
         with pytest.raises(TypeError, match=r"make\(reset_options="):

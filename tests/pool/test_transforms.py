@@ -709,3 +709,18 @@ def test_first_ready_batches_of_a_program_that_xla_shards(make, mesh, explicit):
     action = jax.device_put(jnp.arange(4), NamedSharding(mesh, P("d")))
     _, timestep = jax.jit(turn)(handle, action)
     np.testing.assert_array_equal(timestep.obs[:, 3], range(4))
+
+
+def test_values_that_envs_and_programs_cannot_exchange_are_named(make):
+    envs = make(CountingEnv, 2)
+    handle, _ = jaxvec.reset(envs, seed=0)
+    keys = jax.random.split(jax.random.key(0), 2)
+    for value in (keys, keys[0], jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.int4)):
+        with pytest.raises(TypeError, match="^call of close: an argument is .*cast it.*key_data"):
+            jax.jit(lambda handle, value: jaxvec.call(handle, "close", value))(handle, value)
+    with pytest.raises(TypeError, match="^result_shape_dtypes: a leaf is .*bfloat16"):
+        jaxvec.get_attr(handle, "x", jnp.bfloat16)
+    with pytest.raises(jaxvec.ActionError, match=r"^action: expected .* got key<fry> of shape \(2,\)"):
+        jaxvec.step(handle, keys)
+    with pytest.raises(TypeError, match=r"^write jaxvec.step\(handle, action\)"):
+        jaxvec.step(keys[0], handle, np.zeros(2, int))

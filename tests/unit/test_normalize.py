@@ -137,6 +137,14 @@ def test_statistics_are_float32_whatever_the_values_are():
     }  # as a scan's carry wants
 
 
+def test_strict_promotion_is_possible():
+    stats = RunningMeanStd.create(jnp.zeros(3))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        stats = stats.update(jnp.ones((5, 3)))
+        for values in (jnp.ones((5, 3)), jnp.ones((5, 3), jnp.uint8)):
+            assert stats.normalize(values).shape == stats.scale(values).shape == (5, 3)
+
+
 def test_a_seed_each_under_vmap():
     batches = _batches(3, 8)
     stats = jax.vmap(lambda batch: RunningMeanStd.create(batch[0]).update(batch))(batches)
