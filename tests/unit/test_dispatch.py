@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ import jaxvec
 from jaxvec import _native
 from jaxvec._engine import choice, dispatch
 from jaxvec._engine.move import Verb, requests
+from jaxvec._memory import segment
 from jaxvec.cli._main import main
 from jaxvec.testing import CountingEnv
 
@@ -48,6 +50,57 @@ class LoopbackChannel:
 
     def readable(self):
         return False
+
+
+class LoggedArray(np.ndarray):
+    """Notes each access to an array of marks."""
+
+    def __getitem__(self, index):
+        self.log.append(f"read {self.name}")
+        return np.asarray(self)[index]
+
+    def __setitem__(self, index, value):
+        self.log.append(f"write {self.name}")
+        np.asarray(self)[index] = value
+
+
+def test_the_portable_dispatch_fences_rows_from_marks(monkeypatch):
+    """ARM would reorder the accesses, but no machine that runs these tests may be one."""
+    log = []
+    marks, slices = board(4, 1)
+    for name in ("requested", "completed", "target"):
+        array = getattr(marks, name).view(LoggedArray)
+        array.log, array.name = log, name
+        object.__setattr__(marks, name, array)
+    for module in (dispatch, segment):
+        monkeypatch.setattr(module, "fence", lambda: log.append("fence"))
+    channel = LoopbackChannel()
+    parent = choice.parent_end("portable", marks, slices=slices, channels=[channel], spin_ns=0)
+    worker = choice.worker_end("portable", marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
+
+    def accesses():
+        """Returns the accesses since the last call, without repetitions."""
+        accesses = [entry for entry, _ in groupby(log)]
+        log.clear()
+        return accesses
+
+    parent.send(Verb.STEP, np.arange(4))
+    write = [
+        "read target",
+        "write target",
+        "fence",
+        "write requested",
+        "fence",
+        "read target",
+        "write target",
+    ]
+    assert accesses() == write
+    worker.receive()
+    assert accesses()[:5] == ["read target", "fence", "read requested", "fence", "read target"]
+    worker.post(np.arange(4))
+    assert accesses() == ["fence", "read requested", "write completed"]
+    assert parent.enough_completed(np.arange(4), 4)
+    assert accesses()[-1] == "fence"
 
 
 @pytest.mark.parametrize("kind", KINDS)
