@@ -24,27 +24,39 @@ import nox
 ROOT = Path(__file__).resolve().parent
 DEFAULT_PYTHON = sys.executable
 OLDEST_JAX = "0.7.2"
+MACOS = {"PYTHONPATH": str(ROOT / "tests" / "support" / "macos")}  # makes Linux look like macOS to jaxvec
 OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # tests/conftest.py turns some off by default
 
 nox.options.default_venv_backend = "uv"
 nox.options.stop_on_first_error = True
-nox.options.sessions = ["lint", "docs", "native", "bare", "newest", "oldest", "next", "extras", "compile"]
+nox.options.sessions = [
+    "lint",
+    "docs",
+    "native",
+    "bare",
+    "macos",
+    "newest",
+    "oldest",
+    "next",
+    "extras",
+    "compile",
+]
 
 # Without bytecode, as in many container images, each of a thousand interpreters would compile JAX anew: 3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def newer_python() -> str | None:
-    """Returns Python 3.13, for the newest jax, if it is installed."""
+def find_python(version: str) -> str | None:
+    """Returns a Python of a version such as "3.13", if it is installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    for python in (shutil.which("python3.13"), *sorted(pyenv.glob("versions/3.13.*/bin/python"))):
+    for python in (shutil.which(f"python{version}"), *sorted(pyenv.glob(f"versions/{version}.*/bin/python"))):
         # pyenv's shim also exists for interpreters that are not selected, and then fails.
         if python and subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0:
             return str(python)
     return None
 
 
-NEWER_PYTHON = newer_python()
+NEWER_PYTHON = find_python("3.13")  # for the newest jax
 
 
 def stage(function: Callable[..., None] | None = None, **options: Any) -> Any:
@@ -66,24 +78,25 @@ def stage(function: Callable[..., None] | None = None, **options: Any) -> Any:
 # --- Steps that sessions share --------------------------------------------------------------------------
 
 
-def wheel(session: nox.Session) -> Path:
+def wheel(session: nox.Session, system: str = "linux") -> Path:
     """Returns the wheel, which the first session that needs it builds from the source distribution."""
-    folder = session.cache_dir / f"wheel-{os.getpid()}"
+    folder = session.cache_dir / f"wheel-{system}-{os.getpid()}"
     if not folder.exists():
         command = ["uv", "build", "--quiet", "--python", DEFAULT_PYTHON, "--out-dir", str(folder)]
-        session.run(*command, str(ROOT), external=True)
+        session.run(*command, str(ROOT), external=True, env=MACOS if system == "macos" else None)
     return next(folder.glob("*.whl"))
 
 
-def install_wheel(session: nox.Session, extras: str, *options: str) -> None:
+def install_wheel(session: nox.Session, extras: str, *options: str, system: str = "linux") -> None:
     """Installs the wheel with extras, and enters a copy of the tests outside the checkout.
 
     Args:
         session: The session.
         extras: Extras of jaxvec, separated by commas.
         *options: More options of `uv pip install`.
+        system: The system that the wheel is for, "linux" or "macos".
     """
-    session.install(f"{wheel(session)}[{extras}]", *options)
+    session.install(f"{wheel(session, system)}[{extras}]", *options)
     outside = session.cache_dir / f"outside-{os.getpid()}"
     if not outside.exists():
         for folder in ("tests", "docs", "notebooks"):
@@ -93,7 +106,8 @@ def install_wheel(session: nox.Session, extras: str, *options: str) -> None:
     session.chdir(outside)
     is_wheel = "assert pathlib.Path(sys.prefix) in pathlib.Path(jaxvec.__file__).parents, jaxvec.__file__"
     session.run("python", "-c", f"import jaxvec, pathlib, sys; {is_wheel}")
-    require_native(session)
+    if system == "linux":
+        require_native(session)
 
 
 def require_native(session: nox.Session) -> None:
@@ -202,6 +216,22 @@ def bare(session: nox.Session) -> None:
         "native library +off: .*was not built",
     )
     session.run("python", "-c", "import jaxvec; jaxvec.make('CartPole-v1', 2).reset(seed=0)")
+
+
+@stage
+@nox.parametrize(
+    "python", [nox.param(find_python(version) or DEFAULT_PYTHON, id=version) for version in ("3.12", "3.13")]
+)
+def macos(session: nox.Session) -> None:
+    """Test the wheel for macOS on Linux that looks like macOS to jaxvec; tests/support/macos says in what."""
+    install_wheel(session, "test", system="macos")
+    if not wheel(session, "macos").name.endswith("-py3-none-any.whl"):
+        session.error("the wheel for macOS has a native library")
+    session.run("python", "-m", "jaxvec", "doctor", env=MACOS)
+    pytest(session, "-n", "2", *files("pool", "macos"), may_skip="(?!)")
+    session.env.update(MACOS)
+    pytest(session, "-n", "2", *files("pool", "steps"))  # which other sessions run on Linux
+    print_versions(session)
 
 
 # --- Tests ----------------------------------------------------------------------------------------------

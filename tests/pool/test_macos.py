@@ -13,6 +13,8 @@ import pytest
 from support.disasters import PATIENCE
 from support.scripts import gone, run_python
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS is emulated on Linux")
+
 TESTS = Path(__file__).parents[1]
 FOLDERS = [str(TESTS / "support" / "macos"), os.environ.get("PYTHONPATH", "")]
 MACOS = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, FOLDERS))}

@@ -128,6 +128,8 @@ def end(script: subprocess.Popen[str]) -> None:
 def leftovers() -> dict[str, int]:
     """Counts the resources of this process and machine that a pool could leave behind."""
     found = {"children": len(workers())}
+    if sys.platform != "linux":
+        return found
     for fd in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(fd)

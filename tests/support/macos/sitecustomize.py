@@ -4,9 +4,9 @@ Python imports this file when it starts. Worker processes inherit PYTHONPATH, so
 
 Emulated for all code: what the modules `os`, `fcntl`, `mmap`, `select`, `signal` and `socket` lack there, C
 functions that `ctypes` does not find, sockets that macOS refuses, the errors of its shared memory, and the
-error of a signal to a process group of zombies. Emulated for jaxvec alone, and what it calls of the standard
-library: `sys.platform`, and that there are no /proc, /sys and /dev/shm. JAX, NumPy, psutil and the tests
-themselves still see Linux.
+error of a signal to a process group of zombies. Emulated for jaxvec, with what it calls of the standard
+library, and for the build of its wheel: `sys.platform`, and that there are no /proc, /sys and /dev/shm. JAX,
+NumPy, psutil and the tests themselves still see Linux.
 
 Not emulated: everything else. Most of all: ARM's order of memory accesses, pages of 16 KB, sockets with
 buffers of 8 KB, the scheduler, forks beside Apple's frameworks, and the code of JAX, NumPy and CPython for
@@ -21,6 +21,7 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
 import posix
 import select
 import signal
@@ -45,6 +46,8 @@ _LACKING: dict[Any, tuple[str, ...]] = {
 }
 _LACKING[posix] = _LACKING[os]
 _LACKING[_socket] = _LACKING[socket]
+_SEEING_MACOS = ("jaxvec", "scikit_build_core")  # packages; the latter builds the wheel
+_MAIN_FILE = "/jaxvec/_workers/lifeline.py"  # which workers run as `__main__`
 _C_FUNCTIONS = ("prctl", "syscall", "memfd_create", "pidfd_open", "sched_setaffinity", "sched_getaffinity")
 _FOLDERS = ("/proc", "/sys", "/dev/shm")
 _MAX_NAME = 31  # characters of a name of shared memory
@@ -58,8 +61,7 @@ def _asked_by_jaxvec(depth: int) -> bool:
     while frame is not None:
         name = frame.f_globals.get("__name__", "").partition(".")[0]
         if name not in sys.stdlib_module_names:
-            # Workers run lifeline.py as `__main__`.
-            return name == "jaxvec" or frame.f_code.co_filename.endswith("/jaxvec/_workers/lifeline.py")
+            return name in _SEEING_MACOS or frame.f_code.co_filename.endswith(_MAIN_FILE)
         frame = frame.f_back
     return False
 
@@ -187,5 +189,6 @@ _posixshmem.shm_open = _open_shared_memory
 os.ftruncate = _resize
 os.killpg = _kill_group
 mmap.mmap = _Mmap
+platform.mac_ver = lambda *_: ("14.0", ("", "", ""), "arm64")  # scikit-build-core asks for it
 sys.__class__ = _Sys
 sys.addaudithook(_audit)
