@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final
 
@@ -64,7 +64,6 @@ class Channel:
         *,
         deadline: float | None = None,
         descriptors: Sequence[int] = (),
-        notify: Callable[[], None] = lambda: None,
     ) -> None:
         """Sends a message.
 
@@ -72,21 +71,15 @@ class Channel:
             message: The message, which is pickled by cloudpickle. Bytes are taken as a finished pickle.
             deadline: Latest time to wait for the peer, in seconds of the monotonic clock.
             descriptors: File descriptors to send with it.
-            notify: Function that wakes a peer that does not wait at its socket.
 
         Raises:
             TimeoutError: The peer did not read the message by `deadline`.
             EOFError: The peer is dead.
         """
         payload = message if isinstance(message, bytes) else dumps(message)
-        notify()  # first, because a message longer than the socket's buffer is only sent while the peer reads
-        frame = _FRAME_BYTE + _HEADER.pack(len(payload))
+        frame = _FRAME_BYTE + _HEADER.pack(len(payload)) + payload
         with self.sending:
-            if descriptors:  # sent with the header, because `receive` reads the first byte by a plain recv()
-                self._send_all(frame[:1], deadline)
-                self._send_all(frame[1:], deadline, descriptors)
-                frame = b""
-            self._send_all(frame + payload, deadline)  # in one piece, so that the peer wakes once
+            self._send_all(frame, deadline, descriptors)  # in one piece, so that the peer wakes once
 
     def readable(self, deadline: float | None = 0) -> bool:
         """Returns True if `receive` would not wait, at `deadline` at the latest."""
@@ -103,11 +96,11 @@ class Channel:
             TimeoutError: A message arrived in part, but not whole by `deadline` (`time.monotonic()` seconds).
             EOFError: The peer is dead, or has closed its end.
         """
-        if self._read(1, None, self._socket.recv) == _WAKE_BYTE:
+        if self._read(1, None) == _WAKE_BYTE:
             self._skip_wakes()
             return WAKE
-        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline, self._receive_header))
-        return pickle.loads(self._read(length, deadline, self._socket.recv))
+        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline))
+        return pickle.loads(self._read(length, deadline))
 
     def receive_message(self) -> Any:
         """Waits for a message, and skips wake bytes. Raises `EOFError` as `receive` does."""
@@ -175,13 +168,15 @@ class Channel:
             if wakes:
                 self._socket.recv(wakes)
 
-    def _read(self, count: int, deadline: float | None, receive: Callable[[int], bytes]) -> bytes:
+    def _read(self, count: int, deadline: float | None) -> bytes:
+        """Reads `count` bytes, and keeps the descriptors that come with the first byte of a frame."""
         parts: list[bytes] = []
         while count:
             if deadline is not None and not self.readable(deadline):
                 raise TimeoutError
             try:
-                part = receive(min(count, _CHUNK))
+                part, descriptors, _, _ = socket.recv_fds(self._socket, min(count, _CHUNK), 1)
+                self.descriptors += descriptors
             except ConnectionResetError as error:
                 raise EOFError from error
             if not part:
@@ -189,11 +184,6 @@ class Channel:
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
-
-    def _receive_header(self, count: int) -> bytes:
-        part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1)
-        self.descriptors += descriptors
-        return part
 
 
 def channel_pair() -> tuple[Channel, int]:

@@ -571,12 +571,10 @@ class Supervisor:
     def _send(
         self, worker: int, message: Any, deadline: float | None, descriptors: Sequence[int] = ()
     ) -> None:
-        def notify() -> None:
-            if worker not in self.deadlines.starting:  # those sleep on their sockets
-                self.connections.notify_worker(worker)
-
-        channel = self.connections.channels[worker]
-        channel.send(message, deadline=deadline, descriptors=descriptors, notify=notify)
+        # First, because a message longer than the socket's buffer is only sent while the worker reads.
+        if worker not in self.deadlines.starting:  # those sleep on their sockets
+            self.connections.notify_worker(worker)
+        self.connections.channels[worker].send(message, deadline=deadline, descriptors=descriptors)
 
     def _died_error(self, worker: int) -> WorkerDiedError:
         return self.diagnosis.died_error(worker, self._requested.get(worker))
