@@ -68,7 +68,6 @@ class LargeBuffers:
     def close(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
-        self._places = {}
         self._buffers = []
 
 
