@@ -340,35 +340,30 @@ class Views:
         self.stats: NDArray[Any] = arrays["stats",]
         self.raw_info: NDArray[Any] = arrays["raw_info",]
         self.over: tuple[NDArray[Any], NDArray[Any]] = (arrays["terminated",], arrays["truncated",])
-        self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
-        self._options = [arrays[leaf.path] for leaf in spec.option_leaves]
+        self._actions = [arrays[leaf.path] for leaf in (*spec.action_leaves, *spec.option_leaves)]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
         self._rows = rows  # `PendingEnvs.rows`: converts slots to an index, a slice for all envs
 
     def write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
         """Writes the leaves of actions, and of reset options if they follow."""
-        index = self._index_of(slots)
-        count = len(self._actions)
-        for stored, action in zip(self._actions, actions[:count], strict=True):
-            stored[index] = action
-        self.write_options(slots, actions[count:])
+        self._write(self._actions[: len(actions)], slots, actions)
 
     def write_options(self, slots: NDArray[Any], options: Rows) -> None:
         """Writes the leaves of reset options; without any, the envs keep those that they have."""
-        if options:
-            index = self._index_of(slots)
-            for stored, option in zip(self._options, options, strict=True):
-                stored[index] = option
+        self._write(self._actions[len(self._actions) - len(options) :], slots, options)
 
     def write(self, slots: NDArray[Any], rows: Rows) -> None:
         """Writes the time steps of `slots`, which must belong to the parent."""
-        index = self._index_of(slots)
-        for stored, row in zip(self._results, rows, strict=True):
-            stored[index] = row
+        self._write(self._results, slots, rows)
 
     def read(self, slots: NDArray[Any], deliver: Deliver) -> Any:
         """Delivers the time steps of `slots`, which must belong to the parent."""
         return deliver(self._results, self._index_of(slots))
+
+    def _write(self, columns: Rows, slots: NDArray[Any], rows: Rows) -> None:
+        index = self._index_of(slots)
+        for column, row in zip(columns, rows, strict=True):
+            column[index] = row
 
     def _index_of(self, slots: NDArray[Any]) -> Index:
         rows = self._rows(slots)
