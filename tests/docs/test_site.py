@@ -71,7 +71,7 @@ FOUND = {  # words: the page that is among the first three results
     "timeout": "how-to/faults/",
     "tpu": "how-to/gpu/",
     "trace": "how-to/speed/",
-    "video": "programs/",
+    "video": "how-to/your_env/",
     "vmap": "contract/",
     "wandb": "api/logging/",
     "windows": "install/",
@@ -109,13 +109,16 @@ class Search:
 
     def __init__(self, index):
         from lunr import get_default_builder
-        from lunr.tokenizer import Tokenizer
+        from lunr.token import Token
 
         builder = get_default_builder()
         builder.pipeline.reset()
         builder.search_pipeline.reset()
-        separator = re.compile(index["config"]["separator"])
-        builder.tokenizer = lambda text, metadata=None: Tokenizer(str(text or ""), metadata, separator)
+        self.separator = re.compile(index["config"]["separator"])
+        builder.tokenizer = lambda text, metadata=None: [
+            Token(word, dict(metadata or {}, index=number))
+            for number, word in enumerate(self.words(str(text or "")))
+        ]
         builder.ref("location")
         for field, settings in index["config"]["fields"].items():
             builder.field(field, boost=settings["boost"])
@@ -128,10 +131,13 @@ class Search:
             )
         self.index = builder.build()
 
-    def pages(self, words):
-        terms = words.lower().split()
+    def words(self, text):
+        return [word for word in self.separator.split(text.lower()) if word]
+
+    def pages(self, query):
+        terms = self.words(query)
         scores = {}
-        for result in self.index.search(" ".join(f"{term.replace('-', ' ')}*" for term in terms)):
+        for result in self.index.search(" ".join(f"{term}*" for term in terms)):
             found = result["match_data"].metadata
             matched = sum(any(word.startswith(term) for word in found) for term in terms) / len(terms)
             whole = "#" not in result["ref"]
@@ -143,6 +149,20 @@ class Search:
 @pytest.fixture(scope="module")
 def search(site):
     return Search(json.loads((site / "search/search_index.json").read_text()))
+
+
+CODE = {  # code: the pages of which one is among the first three results
+    "last_obs": ("api/functions/", "contract/"),
+    "last_info": ("api/functions/", "contract/"),
+    "--evaluate": ("programs/",),
+    "nnx": ("thinking/",),
+    "make(info=": ("how-to/your_env/",),
+}
+
+
+@pytest.mark.parametrize(("code", "pages"), CODE.items())
+def test_a_search_finds_code(search, code, pages):
+    assert {*pages} & {*search.pages(code)[:3]}
 
 
 @pytest.mark.parametrize(("words", "page"), FOUND.items())
