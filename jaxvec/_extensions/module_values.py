@@ -175,9 +175,10 @@ def _read_constants(
         match statement:
             case ast.ClassDef():
                 _read_constants(statement.body, f"{prefix}{statement.name}.", constants, stores)
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                _read_constant(prefix + name, value, constants)
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
                 _read_constant(prefix + name, value, constants)
             case _:
                 pass

@@ -67,23 +67,21 @@ class LocalLauncher(Launcher):
     """Starts workers on this machine, by fork or, where that is unsafe, as new interpreters."""
 
     def __init__(self, recipe: WorkerRecipe) -> None:
-        config = recipe.config
-        interpreter = recipe.interpreter
-        self._config = config
-        self._interpreter = interpreter
-        forks = choose_start_method(config.workers.start_method) == "forkserver"
-        self._launcher = Forker(config, interpreter) if forks else Spawner(config, interpreter)
-        if config.workers.preload and not forks:
+        self._recipe = recipe
+        workers = recipe.config.workers
+        forks = choose_start_method(workers.start_method) == "forkserver"
+        self._launcher = (Forker if forks else Spawner)(recipe.config, recipe.interpreter)
+        if workers.preload and not forks:
             logger.warning(
                 "preload=%s has no effect: workers can't be forked here: %s",
-                list(config.workers.preload),
+                list(workers.preload),
                 fork.reason_unavailable(),
             )
         self._latest: dict[int, tuple[Process, Channel]] = {}  # by worker
         self._output = Output()
-        if config.workers.output == "file":
+        if workers.output == "file":
             self._output = OutputFiles()
-        elif config.workers.output == "log":
+        elif workers.output == "log":
             self._output = OutputLog(
                 {worker: name_worker(worker, slots) for worker, slots in enumerate(recipe.slices)}
             )
@@ -99,13 +97,14 @@ class LocalLauncher(Launcher):
         try:
             return self._launcher.launch(streams)
         except ThreadsError as error:
-            if self._config.workers.start_method != "auto" or self._config.workers.preload:
+            workers = self._recipe.config.workers
+            if workers.start_method != "auto" or workers.preload:
                 raise ThreadsError(
                     f"the fork server can't be used: {error}, and a fork of several threads is not safe; use "
                     'start_method="spawn", or remove the module that starts them from preload'
                 ) from error
             logger.info('using start_method="spawn": %s', error)
-            self._launcher = Spawner(self._config, self._interpreter)
+            self._launcher = Spawner(self._recipe.config, self._recipe.interpreter)
             return self._launcher.launch(streams)
 
     def close(self) -> None:
@@ -145,14 +144,13 @@ class ProcessWorkers(WorkerGroup):
         # Another interpreter may lack the native library.
         is_portable = dispatch == "auto" and not recipe.interpreter.is_native
         self._kind = choose_dispatch("portable" if is_portable else dispatch)
-        supervisor = Supervisor(recipe, budget, launcher)
-        self.supervisor: Supervisor = supervisor
+        self.supervisor: Supervisor = Supervisor(recipe, budget, launcher)
         self.restarts: Sequence[int] = budget.restarts
-        self.incarnations: Sequence[int] = supervisor.incarnations
-        self.last_errors: Sequence[JaxvecError | None] = supervisor.last_errors
-        self.env_settings: EnvSettings | None = supervisor.env_settings
+        self.incarnations: Sequence[int] = self.supervisor.incarnations
+        self.last_errors: Sequence[JaxvecError | None] = self.supervisor.last_errors
+        self.env_settings: EnvSettings | None = self.supervisor.env_settings
         try:
-            self.description: Description = supervisor.build(learn_info=learn_info)
+            self.description: Description = self.supervisor.build(learn_info=learn_info)
         except BaseException:
             self.close(timeout=0)
             raise
@@ -166,10 +164,13 @@ class ProcessWorkers(WorkerGroup):
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self.takes_verbs: bool = not self._objects_in
-        marks = Marks.of(arrays)
         connections = self.supervisor.connections
         self._dispatch = parent_end(
-            self._kind, marks, slices=self._slices, channels=connections.channels, spin_ns=spin_ns
+            self._kind,
+            Marks.of(arrays),
+            slices=self._slices,
+            channels=connections.channels,
+            spin_ns=spin_ns,
         )
         self._arrays = arrays
         self._running = arrays["running",][:, 0].copy()  # at the last look; guarded by `polling`

@@ -147,9 +147,11 @@ class SerialBackend(Backend):
         if config.num_workers not in (None, 1):
             raise ValueError(f'backend="serial" has one worker, this process, not {config.num_workers}')
         options = ("env", "init", "preload", "pin", "python", "recycle")
-        rejected: dict[str, Any] = {f"Workers({name}=...)": getattr(workers, name) for name in options}
-        rejected["Workers(output=...)"] = workers.output != "inherit"
-        rejected["spare_envs"] = config.spare_envs
+        rejected: dict[str, Any] = {
+            **{f"Workers({name}=...)": getattr(workers, name) for name in options},
+            "Workers(output=...)": workers.output != "inherit",
+            "spare_envs": config.spare_envs,
+        }
         reject('needs worker processes; backend="serial" has none', rejected)
 
     def num_workers(self, num_instances: int, timeout: float | None) -> int:

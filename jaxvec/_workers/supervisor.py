@@ -155,9 +155,9 @@ class Supervisor:
         self._segment: list[int] = []  # its descriptor, from `attach` to `close`
         self._buffers = LargeBuffers()  # of the constructors
         self.connections: Connections = Connections(recipe, launcher)
-        processes = self.connections.processes
-        recovers = budget.policy is not None
-        self.diagnosis: Diagnosis = Diagnosis(recipe.slices, processes, recovers=recovers)
+        self.diagnosis: Diagnosis = Diagnosis(
+            recipe.slices, self.connections.processes, recovers=budget.policy is not None
+        )
 
     def build(self, *, learn_info: bool) -> Description:
         """Builds the envs in all workers, and returns their description once all are known to match."""
