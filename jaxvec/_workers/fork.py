@@ -114,6 +114,9 @@ class _ForkServer:
         # Guards the answers on `_requests`, and `_exitcodes`. Reentrant, as `ForkedWorker._lock`.
         self._lock = threading.RLock()
         self._exitcodes: dict[int, int] = {}  # by number, of answers that another `reap` or `drop` left
+        # Seconds for an answer; 0 after a timeout, so that a stopped server delays `close` only once.
+        # Guarded by `_lock`.
+        self._patience = _ANSWER_TIMEOUT
         # Any thread sends, since each request is one system call; only a thread with `_lock` receives.
         self._requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -157,8 +160,10 @@ class _ForkServer:
             self._requests.send(REAP + NUMBER.pack(number))
             # The answer to an interrupted call, or to `drop`, may come first.
             while number not in self._exitcodes:
-                if not wait([self._requests], _ANSWER_TIMEOUT):
+                if not wait([self._requests], self._patience):
+                    self._patience = 0
                     break
+                self._patience = _ANSWER_TIMEOUT
                 # Without waiting: a signal handler may have taken the answer in between.
                 answer = self._requests.recv(ANSWER.size, socket.MSG_DONTWAIT)
                 if not answer:
