@@ -1,7 +1,7 @@
 """Conversions of values of `Text`, `Sequence`, `Graph` and `OneOf` spaces to padded arrays and back.
 
 Programs get and pass such values as dicts of arrays, which `docs/how-to/padded_and_batched.md` describes. The
-functions here are for the host, except `to_graphs_tuple`.
+functions here are for the host.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from gymnasium import Space, spaces
 
@@ -18,9 +16,8 @@ from jaxvec._arguments import flatten
 from jaxvec._errors import ActionError
 from jaxvec._leaves import Cut, KeyPath, MaxSizes, Node, as_is, build, leaves, walk
 from jaxvec._memory.rows import InvalidValue, reader, writer
-from jaxvec.adapters._packages import install_command
 
-__all__ = ["Cut", "decode", "encode", "pad", "to_graphs_tuple", "unpad"]
+__all__ = ["Cut", "decode", "encode", "pad", "unpad"]
 
 
 def pad(
@@ -167,66 +164,3 @@ def _text_node(dtype: Any, max_length: int = 1) -> Node:
     # `walk` stores the characters of a `Text` space as uint8 if its charset is within Latin-1, else as int32.
     charset = "a" if np.dtype(dtype) == np.uint8 else "\u0100"
     return walk(spaces.Text(max_length, charset=charset), root=("text",), policy=as_is, sizes=MaxSizes({}))
-
-
-def to_graphs_tuple(graph: Mapping[str, Any]) -> Any:
-    """Converts padded graphs to one `jraph.GraphsTuple`, as `jraph.batch` and `jraph.pad_with_graphs` do.
-
-    It works in programs. The first graphs are those of the envs, in order, and the last one has all unused
-    nodes and edges. An edge goes from its first to its second node.
-
-    Args:
-        graph: Dict of a padded `Graph`, for one graph or with leaves `[num_envs, ...]`.
-
-    Returns:
-        The `GraphsTuple` of `num_envs + 1` graphs, with `num_envs * size + 1` nodes and `num_envs * size`
-        edges, where the sizes are the maxima of one graph. It has no globals.
-
-    Raises:
-        ImportError: jraph is not installed.
-
-    Example:
-        ```python
-        space = gymnasium.spaces.Graph(gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Discrete(3))
-        graphs = [space.sample(num_nodes=3, num_edges=2), space.sample(num_nodes=1, num_edges=0)]
-        padded = jaxvec.spaces.pad(space, graphs, {"action": {"nodes": 4, "edges": 5}})
-        packed = jaxvec.spaces.to_graphs_tuple(padded)
-        print(packed.n_node, packed.n_edge, packed.nodes.shape)  # [3 1 5] [2 0 8] (9, 2)
-        ```
-    """
-    try:
-        import jraph  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(f"to_graphs_tuple needs jraph: {install_command('jraph')}") from error
-    n_node = jnp.asarray(graph["n_node"]).reshape(-1)
-    n_edge = jnp.asarray(graph.get("n_edge", jnp.zeros_like(n_node))).reshape(-1)
-    axes = jnp.ndim(graph["n_node"])  # of the envs: none or one
-    starts = jnp.cumsum(n_node) - n_node
-
-    def pack(rows: Any, counts: jax.Array, spare: int, fill: Any = 0) -> jax.Array:
-        """Joins the used rows of `[n, size, ...]` in `[n * size + spare, ...]`, and then repeats `fill`."""
-        rows = jnp.asarray(rows)
-        rows = rows.reshape(len(counts), *rows.shape[axes:])
-        size = rows.shape[1]
-        numbers = jnp.arange(size)
-        place = (jnp.cumsum(counts) - counts)[:, None] + numbers
-        place = jnp.where(numbers < counts[:, None], place, rows.shape[0] * size + spare)  # dropped
-        packed = jnp.full((rows.shape[0] * size + spare, *rows.shape[2:]), fill, rows.dtype)
-        return packed.at[place.reshape(-1)].set(rows.reshape(-1, *rows.shape[2:]), mode="drop")
-
-    nodes = pack(graph["nodes"], n_node, 1)
-    edges = None
-    links = jnp.zeros((0, 2), jnp.int32)
-    if "edges" in graph:
-        edges = pack(graph["edges"], n_edge, 0)
-        links = jnp.asarray(graph["edge_links"]).reshape(len(n_node), -1, 2) + starts[:, None, None]
-        links = pack(links.reshape(graph["edge_links"].shape), n_edge, 0, n_node.sum())
-    return jraph.GraphsTuple(
-        nodes=nodes,
-        edges=edges,
-        senders=links[:, 0],
-        receivers=links[:, 1],
-        globals=None,
-        n_node=jnp.append(n_node, len(nodes) - n_node.sum()),
-        n_edge=jnp.append(n_edge, len(links) - n_edge.sum()),
-    )

@@ -268,28 +268,3 @@ def test_text_is_encoded_and_decoded(dtype):
     assert padding.decode(jax.tree.map(jnp.asarray, tree)) == texts
     assert padding.decode(padding.encode("go", 6, dtype)) == "go"
     assert padding.decode(stack([tree, tree])) == [texts, texts]
-
-
-@pytest.mark.parametrize("features", [None, spaces.Box(-1, 1, (2,)), spaces.Discrete(5)])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_graphs_are_as_jraph_batches_and_pads_them(features, compiled):
-    jraph = pytest.importorskip("jraph")
-    space = Graph(spaces.Box(-1, 1, (3,)), features, seed=3)
-    graphs = [space.sample() for _ in range(5)]
-    maxima = {"action": {"nodes": MOST} if features is None else {"nodes": MOST, "edges": MOST}}
-    convert = jax.jit(padding.to_graphs_tuple) if compiled else padding.to_graphs_tuple
-    got = convert(padding.pad(space, graphs, maxima))
-
-    def one(graph):
-        links = np.zeros((0, 2), np.int32) if graph.edges is None else graph.edge_links
-        edges = graph.edges
-        if edges is None and features is not None:
-            edges = np.zeros((0, *features.shape), features.dtype)
-        counts = np.array([len(graph.nodes)]), np.array([len(links)])
-        return jraph.GraphsTuple(graph.nodes, edges, links[:, 1], links[:, 0], None, *counts)
-
-    edges = 0 if features is None else 5 * MOST
-    expected = jraph.pad_with_graphs(jraph.batch_np(list(map(one, graphs))), 5 * MOST + 1, edges, 6)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-    (alone,) = jax.tree.leaves(convert(padding.pad(space, graphs[0], maxima)).n_node[:1])
-    assert alone == len(graphs[0].nodes)
