@@ -6,7 +6,7 @@ channel. The program joins operands and splits results on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -85,31 +85,26 @@ class Packing:
 
     def views(self, transferred: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Returns the operands or results as views into the transferred arrays, on the host."""
-        others = iter(transferred)
-        memory = next(others).view(np.uint8) if self.num_words else np.empty(0, np.uint8)
-        views: list[NDArray[Any]] = []
-        for struct, place in zip(self.types, self.places, strict=True):
-            if place is None:
-                views.append(next(others).reshape(struct.shape))
-            else:
-                start = place * WORD
-                stop = start + prod(struct.shape) * np.dtype(struct.dtype).itemsize
-                views.append(memory[start:stop].view(struct.dtype).reshape(struct.shape))
-        return views
+        return self._unpack(transferred, _view)
 
     def split(self, transferred: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results from the received arrays, inside a program."""
+        return self._unpack(transferred, _from_words)
+
+    def _unpack(self, transferred: Sequence[Any], take: Callable[[Any, int, Struct], Any]) -> list[Any]:
+        """Returns one array for each type; `take(words, place, struct)` takes it from the packed array."""
         others = iter(transferred)
-        words = next(others) if self.num_words else None
-        results: list[jax.Array] = []
-        for struct, place in zip(self.types, self.places, strict=True):
-            if place is None:
-                results.append(next(others).reshape(struct.shape))
-            elif words is None or not prod(struct.shape):
-                results.append(jnp.zeros(struct.shape, struct.dtype))
-            else:
-                results.append(_from_words(words, place, struct))
-        return results
+        words = next(others) if self.num_words else np.empty(0, np.uint32)
+        return [
+            next(others).reshape(struct.shape) if place is None else take(words, place, struct)
+            for struct, place in zip(self.types, self.places, strict=True)
+        ]
+
+
+def _view(words: NDArray[np.uint32], place: int, struct: Struct) -> NDArray[Any]:
+    start = place * WORD
+    stop = start + prod(struct.shape) * np.dtype(struct.dtype).itemsize
+    return words.view(np.uint8)[start:stop].view(struct.dtype).reshape(struct.shape)
 
 
 def _to_words(array: jax.Array) -> jax.Array:
@@ -124,6 +119,8 @@ def _to_words(array: jax.Array) -> jax.Array:
 def _from_words(words: jax.Array, place: int, struct: Struct) -> jax.Array:
     dtype = np.dtype(struct.dtype)
     size = prod(struct.shape)
+    if not size:
+        return jnp.zeros(struct.shape, dtype)
     stored = np.dtype(np.uint8) if dtype == np.bool_ else dtype
     part = words[place : place - (-size * stored.itemsize // WORD)]
     values = jax.lax.bitcast_convert_type(part, stored).reshape(-1)[:size]
