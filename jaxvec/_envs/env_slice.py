@@ -230,7 +230,7 @@ class EnvSlice(Slice):
         index = slot - self.first
         for name, value in settings.attributes.items():
             self.access.set_attr([slot], [value], name)
-        self.slots.keep_options(index, self.access.copied(settings.options))
+        self.slots.kept_options[index] = self.access.copied(settings.options)
 
     def _step_each(self, indices: list[int], actions: list[Any], after: Callable[[int], None] | None) -> None:
         """Steps envs in turn. If it raises, `_running` names the env.

@@ -182,7 +182,12 @@ class ResetOptions:
 
 
 class SlotEnvs:
-    """The envs of a slice, by index in the slice."""
+    """The envs of a slice, by index in the slice.
+
+    Attributes:
+        new_seeds: Seeds of the next unseeded resets of rebuilt envs.
+        kept_options: Options of the next resets of envs, if those are autoresets.
+    """
 
     def __init__(
         self,
@@ -225,8 +230,8 @@ class SlotEnvs:
         self._unlent = set(range(len(envs) if lends else 0))
         self._borrowers = {index for index in range(len(envs)) if self._buffer_setter(index) is not None}
         self._strict = config.strict
-        self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of rebuilt envs
-        self._kept_options: dict[int, dict[str, Any]] = {}  # for their next reset within a step
+        self.new_seeds: dict[int, int | None] = {}
+        self.kept_options: dict[int, dict[str, Any] | None] = {}
         self._options = None if spec.reset_options is None else ResetOptions(spec, rows)  # if declared
         for index in range(len(envs) if rebuilt else 0):
             self._note_rebuilt(index)
@@ -262,14 +267,10 @@ class SlotEnvs:
         """Returns the seed in the segment, which the program gave for this reset."""
         return None if self._seeds[index] == NO_SEED else int(self._seeds[index])
 
-    def next_seed(self, index: int) -> int | None:
-        """Returns the seed of the next reset of a rebuilt env, if that is unseeded."""
-        return self._new_seeds.get(index)
-
     def autoreset(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Resets an env after its episode, or the env that takes its slot."""
         if self.autoreset_by is None:
-            return self._reset(index, None, self._kept_options.get(index))
+            return self._reset(index, None, self.kept_options.get(index))
         return self._check(index, self.autoreset_by(index))
 
     def replace(self, index: int, env: Env) -> tuple[Env, int | None, dict[str, Any] | None]:
@@ -279,7 +280,7 @@ class SlotEnvs:
         self.envs[index] = env
         self.set_buffer(index, lend=True)
         self.changed(index)
-        return retired, self._new_seeds.pop(index, None), self._kept_options.pop(index, None)
+        return retired, self.new_seeds.pop(index, None), self.kept_options.pop(index, None)
 
     def rebuild(self, index: int) -> None:
         with suppress(BaseException):
@@ -307,8 +308,8 @@ class SlotEnvs:
 
         If the options are declared, these are the ones of `ResetOptions.save`.
         """
-        options = self._kept_options.get(index) if self._options is None else self._options.save(index)
-        return self._last_seeds[index], self._new_seeds.get(index), options
+        options = self.kept_options.get(index) if self._options is None else self._options.save(index)
+        return self._last_seeds[index], self.new_seeds.get(index), options
 
     def restore(
         self, index: int, restore_env: Callable[[], bool], resets: tuple[int, int | None, Any]
@@ -326,14 +327,11 @@ class SlotEnvs:
             self.changed(index)
         if index in self._borrowers:
             self._lend(index)
-        self._last_seeds[index], new_seed, options = resets
-        self._new_seeds.pop(index, None)
-        if new_seed is not None:
-            self._new_seeds[index] = new_seed
+        self._last_seeds[index], self.new_seeds[index], options = resets
         if self._options is not None:
             self._options.restore(index, options)
         else:
-            self.keep_options(index, options)
+            self.kept_options[index] = options
 
     def _lend(self, index: int) -> None:
         if not self._lends or self.was_reset(index):
@@ -353,17 +351,11 @@ class SlotEnvs:
             return None
         return env.set_observation_buffer
 
-    def keep_options(self, index: int, options: dict[str, Any] | None) -> None:
-        """Sets the options of an env's next reset, if that is an autoreset."""
-        self._kept_options.pop(index, None)
-        if options is not None:
-            self._kept_options[index] = options
-
     def _reset(
         self, index: int, seed: int | None, options: dict[str, Any] | None
     ) -> tuple[Any, dict[str, Any]]:
         if seed is None:
-            seed = self._new_seeds.get(index)
+            seed = self.new_seeds.get(index)
         else:
             self._last_seeds[index] = seed
         if index in self._unlent:
@@ -374,8 +366,8 @@ class SlotEnvs:
             options = self._options.next(index)
         result = self.call_reset(self.targets.envs[index], index, seed, options)
         # After the reset: if it fails, the next try needs the same seed and options.
-        self._new_seeds.pop(index, None)
-        self._kept_options.pop(index, None)
+        self.new_seeds.pop(index, None)
+        self.kept_options.pop(index, None)
         if self._options is not None:
             self._options.begin(index)
         return self._check(index, result)
@@ -407,4 +399,4 @@ class SlotEnvs:
         seed = self._last_seeds[index]
         count = int(self._rebuilds[index])
         if seed != NO_SEED:
-            self._new_seeds[index] = derive_seeds(seed, 0, count)
+            self.new_seeds[index] = derive_seeds(seed, 0, count)

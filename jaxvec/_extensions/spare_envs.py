@@ -64,7 +64,7 @@ class SliceSpares(SliceExtension):
         self.autoreset = self._swap
         self.prepare = self._prepare
         if self._slots.rebuilt:
-            self.env_reset(0, self._slots.next_seed(0))
+            self.env_reset(0, self._slots.new_seeds.get(0))
 
     def env_reset(self, index: int, seed: int | None) -> None:
         """Derives new seeds from that of the first env, and discards the results of resets in advance."""
