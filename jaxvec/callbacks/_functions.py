@@ -79,7 +79,6 @@ def reset(
     """
     if isinstance(envs, Handle):
         handle = envs
-        fresh = False
         if num_envs is not None:
             raise TypeError(
                 f"num_envs={num_envs} needs a VectorEnv; this handle already refers to {handle.num_envs} envs"
@@ -88,8 +87,7 @@ def reset(
         raise _not_a_pool("reset", envs)
     else:
         handle = fresh_handle(envs, envs.num_envs if num_envs is None else num_envs)
-        fresh = True
-    return bind_reset(handle, seed, mask, options, fresh=fresh)
+    return bind_reset(handle, seed, mask, options, fresh=handle is not envs)
 
 
 def step(handle: Handle, action: Any, *others: Any, reset_options: Any = None) -> tuple[Handle, TimeStep]:

@@ -103,9 +103,6 @@ _RECORDS = (Workers, Restart, States, Timeouts, Backend)
 _PROCESSES = 'Remove it: envs always run in worker processes; use backend="serial" to run them in this one'
 _WRAPPERS = "Pass a function that wraps each env: make(lambda: Wrapper(gymnasium.make(env)), num_envs)"
 _START_METHOD = "Pass the start method in workers=jaxvec.Workers(start_method=...)"
-_AUTORESET = 'Pass autoreset_mode="SAME_STEP", "NEXT_STEP", "DISABLED" or "EPISODIC"'
-_TIMEOUTS = "Pass timeouts=jaxvec.Timeouts(start=..., reset=..., step=...)"
-_RECORDS_FAULTS = "Wrap each env: make(lambda: jaxvec.adapters.recording.RecordFaults(make_env, folder), n)"
 _SPACES = "Remove it: make reads the spaces from the envs"
 _ELSEWHERE = {
     "asynchronous": _PROCESSES,
@@ -120,11 +117,19 @@ _ELSEWHERE = {
     "num_threads": "Pass the number of worker processes as num_workers",
     "env_kwargs": "Pass its entries directly to make, or per env in env_configs",
     "seed": "Pass it to reset(seed=...)",
-    **dict.fromkeys(("autoreset", "auto_reset"), _AUTORESET),
-    **dict.fromkeys(("start_timeout", "reset_timeout", "step_timeout"), _TIMEOUTS),
+    **dict.fromkeys(
+        ("autoreset", "auto_reset"),
+        'Pass autoreset_mode="SAME_STEP", "NEXT_STEP", "DISABLED" or "EPISODIC"',
+    ),
+    **dict.fromkeys(
+        ("start_timeout", "reset_timeout", "step_timeout"),
+        "Pass timeouts=jaxvec.Timeouts(start=..., reset=..., step=...)",
+    ),
     **dict.fromkeys(("start_method", "worker_start_method"), _START_METHOD),
     "daemon": "Remove it: workers end with the program",
-    "record_faults": _RECORDS_FAULTS,
+    "record_faults": (
+        "Wrap each env: make(lambda: jaxvec.adapters.recording.RecordFaults(make_env, folder), n)"
+    ),
     "copy": "Remove it: time steps are copies; recv(copy=False) returns views",
 }
 
