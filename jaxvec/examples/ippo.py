@@ -25,9 +25,13 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
 from jaxvec.logging import Episodes, Options, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
+
+try:
+    from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
+except ImportError as _error:
+    raise (SystemExit if __name__ == "__main__" else ImportError)(str(_error)) from _error
 
 
 @dataclass(frozen=True)

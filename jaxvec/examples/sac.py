@@ -29,7 +29,9 @@ from jaxvec.normalize import RunningMeanStd
 try:
     import flashbax
 except ImportError as _error:
-    raise ImportError('this example needs flashbax: pip install "flashbax>=0.1.3"') from _error
+    raise (SystemExit if __name__ == "__main__" else ImportError)(
+        'this example needs flashbax: pip install "flashbax>=0.1.3"'
+    ) from _error
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ from jaxvec.normalize import RunningMeanStd
 try:
     import mctx
 except ImportError as _error:
-    raise ImportError('this example needs mctx: pip install "mctx>=0.0.71"') from _error
+    raise (SystemExit if __name__ == "__main__" else ImportError)(
+        'this example needs mctx: pip install "mctx>=0.0.71"'
+    ) from _error
 
 
 @dataclass(frozen=True)

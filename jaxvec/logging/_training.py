@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,7 +23,10 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
+from jaxvec._envs import failures
 from jaxvec._envs.constructors import find_spec
+from jaxvec._envs.envs import EnvErrorContext, EnvFailure
+from jaxvec._errors import JaxvecError
 from jaxvec._results import TimeStep
 from jaxvec._util import INTERRUPTED, leave
 from jaxvec._vector_env import VectorEnv
@@ -225,9 +229,13 @@ class TrainingRun(Run):
         arguments = options.env_arguments()
         construct = constructor_of(options.env_fn())
         film = self.film(construct, options.video) if self._evaluate and options.video else None
-        numbers = range(options.eval_episodes)
-        envs = [film(number, **arguments) if film else construct(**arguments) for number in numbers]
-        latest = [env.reset(seed=options.seed + 10_000 + number) for number, env in enumerate(envs)]
+        envs: list[Any] = []
+        latest: list[Any] = []
+        for number in range(options.eval_episodes):
+            with _typed_errors(number, "constructor"):
+                envs.append(film(number, **arguments) if film else construct(**arguments))
+            with _typed_errors(number, "reset"):
+                latest.append(envs[number].reset(seed=options.seed + 10_000 + number))
         returns = np.zeros(len(envs))
         running = [*range(len(envs))]
         memory = None
@@ -238,10 +246,9 @@ class TrainingRun(Run):
             actions = jax.tree.map(np.asarray, actions)
             for number in [*running]:
                 action = jax.tree.map(lambda leaf, number=number: leaf[number], actions)
-                env = envs[number]
-                *latest_obs, reward, terminated, truncated, info = env.step(
-                    _to_space(env.action_space, action)
-                )
+                action = _to_space(envs[number].action_space, action)
+                with _typed_errors(number, "step", action):
+                    *latest_obs, reward, terminated, truncated, info = envs[number].step(action)
                 latest[number] = latest_obs[0], info
                 returns[number] += np.mean(np.asarray(reward))
                 if terminated or truncated:
@@ -266,6 +273,16 @@ class TrainingRun(Run):
         if video is None:
             video = 0 if self._evaluate else given.video
         return make(self.film(given.env_fn(), video), **chosen, **given.env_arguments())
+
+
+@contextmanager
+def _typed_errors(env_id: int, operation: str, action: Any = None) -> Generator[None]:
+    """Turns an exception of an env into the error that a pool would raise."""
+    try:
+        with EnvErrorContext(env_id, operation, action):
+            yield
+    except EnvFailure as failure:
+        raise failures.to_error(failures.report(failure), worker=None) from failure.__cause__
 
 
 def _to_space(space: gymnasium.Space[Any], action: Any) -> Any:
@@ -314,8 +331,9 @@ def training(
     """Reads the options of a training program by `tyro`, and opens its run in the folder `runs`.
 
     At the end of the block it prints the score. After a Ctrl-C or SIGTERM it prints a line, and exits with
-    code 130. Wrong options end the program with a usage error. With `--resume RUN` and `--evaluate RUN`, the
-    options are those of the run, except those that are given again.
+    code 130. Wrong options end the program with a usage error, and a failure of an env, a file or a package
+    with one line. With `--resume RUN` and `--evaluate RUN`, the options are those of the run, except those
+    that are given again.
 
     Without `argv`, JAX keeps compiled programs for the next start in the folder `~/.cache/jaxvec`, unless
     `JAX_COMPILATION_CACHE_DIR` names another one or `JAX_ENABLE_COMPILATION_CACHE` is `false`.
@@ -326,7 +344,8 @@ def training(
         program: Name of the program, for the default name of the folder.
 
     Raises:
-        SystemExit: Options are wrong, or a signal ended the run.
+        SystemExit: Options are wrong, an env failed, or a signal ended the run. Before the first update, that
+            also removes the folder of the run.
 
     Example:
         ```python
@@ -350,6 +369,8 @@ def training(
     try:
         if source.evaluate and source.resume:
             raise ValueError("--evaluate and --resume exclude each other")
+        if old and not (old / "config.json").exists():
+            raise ValueError(f"{old}/config.json does not exist; pass the folder of a run, such as runs/NAME")
         saved = json.loads((old / "config.json").read_text())["config"] if old else {}
         lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
         values: Any = {**saved, **lists, "resume": None, "evaluate": None}
@@ -357,6 +378,7 @@ def training(
         config: OptionsT = tyro.cli(options, prog=Path(sys.argv[0]).name, args=argv, default=default)
         config.env_fn()  # raises an error if there is no such env
         folder = old or Path("runs") / (config.name or _default_name(program, config))
+        is_new = not folder.exists()
         extra = jax.process_index() == 0 and not config.evaluate
         known = {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()
@@ -375,6 +397,12 @@ def training(
     except KeyboardInterrupt:  # before or after `signals`, which handles Ctrl-C itself
         sys.stderr.write("interrupted\n")
         raise Interrupted from None
+    except (JaxvecError, gymnasium.error.Error, OSError, ImportError) as error:
+        print(f"{program}: {str(error).splitlines()[0]}", file=sys.stderr)
+        raise SystemExit(1) from error
+    finally:
+        if extra and is_new and not opened.env_steps:
+            shutil.rmtree(folder, ignore_errors=True)
     mean = run.latest("episode_return")
     score = run.latest("evaluation")
     text = f"mean return {mean:.5g} of the latest 100 episodes, {run.env_steps:,} env steps"

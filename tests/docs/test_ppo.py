@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +21,11 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support.probe import main as command_line
 from support.runs import assert_same_params, assert_same_state, load_params, load_state
+from support.scripts import run_python
 
+import jaxvec
 from jaxvec.examples import ppo, ppo_mujoco
+from jaxvec.logging import TrainingRun
 from jaxvec.normalize import RunningMeanStd
 
 SMALL = [
@@ -364,7 +369,7 @@ def test_ppo_learns_from_images_with_legal_actions(leaf, register, capsys):
 def test_evaluate_refuses_a_folder_without_a_saved_run(capsys):
     Path("runs/a").mkdir(parents=True)
     for words, message in (
-        (["--evaluate", "runs/b"], "No such file or directory: 'runs/b/config.json'"),
+        (["--evaluate", "runs/b"], "runs/b/config.json does not exist; pass the folder of a run"),
         (["--evaluate", "runs/a", "--resume", "runs/a"], "--evaluate and --resume exclude each other"),
     ):
         with pytest.raises(SystemExit):
@@ -466,6 +471,50 @@ class NoisyEnv(gymnasium.Env):
     def step(self, action):
         terminated, truncated = self.np_random.random(2) < 0.05
         return 0, self.np_random.normal(), bool(terminated), bool(truncated), {}
+
+
+class FaultyEnv(NoisyEnv):
+    """Raises in a method."""
+
+    def __init__(self, method):
+        self.method = method
+        self.fail("constructor")
+
+    def reset(self, *, seed=None, options=None):
+        self.fail("reset")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        self.fail("step")
+        return super().step(action)
+
+    def fail(self, method):
+        if method == self.method:
+            raise ValueError("of the env\nand more")
+
+
+@pytest.mark.parametrize("method", ["constructor", "reset", "step"])
+def test_an_env_that_fails_ends_ppo_with_one_line(method, register, capfd):
+    register("Faulty-v0", partial(FaultyEnv, method), disable_env_checker=True)
+    with pytest.raises(SystemExit) as caught:
+        ppo.main([*SMALL, "--env", "Faulty-v0", "--name", "a"])
+    assert caught.value.code == 1
+    lines = [line for line in capfd.readouterr().err.splitlines() if line != "compiling"]
+    assert len(lines) == 1
+    assert re.match(rf"ppo: env . \(worker 0\) raised ValueError in {method}.*: of the env$", lines[0])
+    assert not Path("runs/a").exists()
+    run = TrainingRun("runs/b")
+    run.options = ppo.Config(env="Faulty-v0")
+    with pytest.raises(jaxvec.EnvError, match=rf"env . raised ValueError in {method}"):
+        run.play(lambda *_: (None, np.zeros(run.options.eval_episodes, int)))
+
+
+def test_a_missing_package_ends_a_program_with_one_line():
+    for name, package in ("ppo", "flax"), ("ippo", "pettingzoo"):
+        source = f"import runpy, sys; sys.modules['{package}'] = None; sys.argv[0] = '-m'"
+        run = run_python("-c", f"{source}; runpy.run_module('jaxvec.examples.{name}', run_name='__main__')")
+        assert run.returncode == 1
+        assert re.fullmatch(rf".* needs? {package}.*: pip install .*\n", run.stderr)
 
 
 @pytest.mark.slow
