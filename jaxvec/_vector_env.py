@@ -683,14 +683,13 @@ class VectorEnv:
         the error may also be one that the caller has met and caught. Others are not in JAX's tokens.
         """
         jax: Any = sys.modules.get("jax")
-        if jax is None or self.closed:
-            return None
-        try:
-            jax.effects_barrier()
-        except RuntimeError:  # of JAX, which has only the text of the error
-            error = self._pool.state.take_error()
-            # Other devices may have met the broken pool after the error that broke it.
-            return error and (self._pool.state.broken_by or error)
+        if jax is not None and not self.closed:
+            try:
+                jax.effects_barrier()
+            except RuntimeError:  # of JAX, which has only the text of the error
+                error = self._pool.state.take_error()
+                # Other devices may have met the broken pool after the error that broke it.
+                return error and (self._pool.state.broken_by or error)
         return None
 
     def __repr__(self) -> str:

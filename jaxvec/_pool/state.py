@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,8 +188,7 @@ class PoolState:
         if status is Status.DONE:
             return
         engine = self._engine
-        pending_envs = self._pending_envs
-        num_envs = len(self._engine.generation)
+        num_envs = len(engine.generation)
         match status:
             case Status.NO_SUCH_ENV:
                 foreign = env_ids[(env_ids < 0) | (env_ids >= num_envs)]
@@ -218,13 +217,13 @@ class PoolState:
                     + _explain_rerun()
                 )
             case Status.PENDING:
-                pending = env_ids[pending_envs.in_flight[env_ids]].tolist()
+                pending = env_ids[self._pending_envs.in_flight[env_ids]].tolist()
                 raise PendingEnvError(
                     f"envs {pending} are pending: they were sent and not yet received; call recv first. "
                     "Nothing was stepped"
                 )
             case Status.NEEDS_RESET:
-                waiting = env_ids[pending_envs.needs_reset[env_ids]].tolist()
+                waiting = env_ids[self._pending_envs.needs_reset[env_ids]].tolist()
                 fresh = (engine.generation == engine.first_generation).all()
                 why = "have not been reset" if fresh else "have ended their episode or were never reset"
                 raise ResetNeededError(
@@ -265,6 +264,10 @@ class PoolState:
         # A call that has succeeded since may be of the same program, on another device.
         if failure is None or (failure[0] != self._engine.num_served and failure[1] is not self.broken_by):
             return None
+        # Up to jax 0.11, the token of a failed program keeps the error: JAX would print it twice at exit, and
+        # later waits would end too early.
+        with suppress(KeyError, AttributeError):  # the names are private
+            sys.modules["jax._src.dispatch"].runtime_tokens.clear()
         return failure[1]
 
 
