@@ -174,6 +174,7 @@ class Program:
         self._carry = handle, timestep
         self._state = ppo.init(timestep.obs)
         self._key = jax.random.key(1)
+        self.compiling: dict[str, float] = {}  # seconds by phase
 
         @jax.jit
         def rollout(state: Any, carry: Any, key: jax.Array) -> Any:
@@ -185,7 +186,15 @@ class Program:
             carry, steps = ppo.collect(advance, state[0], carry, key)
             return ppo.learn(*state, steps), carry, ()
 
-        self._programs = {"rollout": rollout, "update": update}
+        self._programs: dict[str, Any] = {"rollout": rollout, "update": update}
+
+    def compile(self, phase: str) -> None:
+        """Compiles the program of a phase, unless that is done, and adds the seconds to `compiling`."""
+        if phase not in self.compiling:
+            start = time.perf_counter()
+            program = self._programs[phase]
+            self._programs[phase] = program.lower(self._state, self._carry, self._key).compile()
+            self.compiling[phase] = time.perf_counter() - start
 
     def __call__(self, phase: str) -> float:
         """Runs `"rollout"`, or `"update"` (a rollout and learning), and returns its duration in seconds."""
@@ -197,8 +206,10 @@ class Program:
 
 def turns(programs: Mapping[str, Program], phase: str, rounds: int) -> dict[str, float]:
     """Returns the duration of a phase of each program in seconds, as medians of alternating rounds."""
+    for program in programs.values():
+        program.compile(phase)
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for attempt in range(rounds + 1):  # the first one compiles
+    for attempt in range(rounds + 1):  # the first one warms up
         for name, program in programs.items():
             taken = program(phase)
             if attempt:
@@ -237,7 +248,9 @@ def report(options: argparse.Namespace) -> None:
             programs[f"two halves, {transport}"] = Program(shape(halves=2), step_halves, *jaxvec.reset(envs))
         for phase in ("rollout", "update"):
             times = turns(programs, phase, options.rounds)
-            print(f"\n{phase}: {options.num_steps} batches of {size} images")
+            figures["compiling, s"] = {name: program.compiling for name, program in programs.items()}
+            seconds = sum(program.compiling[phase] for program in programs.values())
+            print(f"\n{phase}: {options.num_steps} batches of {size} images, compiled in {seconds:.1f} s")
             for name, taken in times.items():
                 rate, idle = size * options.num_steps / taken, 1 - times["device alone"] / taken
                 print(f"  {name:26} {taken * 1e3:9.1f} ms {rate:11,.0f} steps/s, device idle {idle:4.0%}")
