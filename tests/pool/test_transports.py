@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from support import disasters, probe
-from support.probe import Engine, Verb, _call, _ffi, _io_callback, _native, _primitive, choice, pool_of
+from support.probe import (
+    Engine,
+    Packing,
+    Verb,
+    _call,
+    _ffi,
+    _io_callback,
+    _native,
+    _primitive,
+    choice,
+    pool_of,
+)
 from support.probe import pool_module as pool
 from support.scripts import run_python
 
@@ -276,27 +287,35 @@ BAD_CALLS = {
 @pytest.mark.slow(but=6)
 @pytest.mark.parametrize("backend", ["process", "serial"])
 @pytest.mark.parametrize("bad", BAD_CALLS)
-def test_calls_that_no_jaxvec_made_are_refused(native, backend, bad):
+def test_calls_that_no_jaxvec_made_are_refused(native, backend, bad, device):
     envs = native(CountingEnv, 2, backend=backend)
     handle, _ = jaxvec.reset(envs)
     for verb in (Verb.RESET, Verb.STEP, Verb.SEND, Verb.RECV):
-        results = _call.Call(verb, envs.spec, "ffi").results(2)
         attributes = {
             "fingerprint": np.int64(envs.spec.fingerprint),
             "verb": np.uint32(verb),
             "fresh": np.bool_(False),
             "extra": np.frombuffer(pickle.dumps((b"N.", (), ())), np.uint8),
         }
-        operands = BAD_CALLS[bad](handle.token, jnp.zeros(2, np.int32))
+
+        def call(*operands, results, attributes=attributes):
+            if device.platform in _ffi._PACKED:
+                packing = Packing.of(results)
+                results = packing.transfers
+                attributes = {**attributes, "layout": packing.layout}
+            bound = jax.ffi.ffi_call(_ffi._TARGET, results, has_side_effect=True)
+            jax.block_until_ready(jax.jit(lambda: bound(*operands, **attributes))())
+
+        results = _call.Call(verb, envs.spec, "ffi").results(2)
+        action = jnp.zeros(2, np.int32)
+        operands = BAD_CALLS[bad](handle.token, action)
         if verb == Verb.RECV and bad == "no action":
             operands = [handle.token, handle.token]  # a token is all it takes
-        call = jax.ffi.ffi_call("jaxvec_call", results, has_side_effect=True)
         with pytest.raises(RuntimeError, match="operands|buffers|dtype|several pools|duplicate"):
-            jax.block_until_ready(jax.jit(lambda: call(*operands, **attributes))())
+            call(*operands, results=results)
         wrong = [jax.ShapeDtypeStruct(result.shape, np.int8) for result in results]
-        call = jax.ffi.ffi_call("jaxvec_call", wrong, has_side_effect=True)
         with pytest.raises(RuntimeError, match="operands|buffers"):
-            jax.block_until_ready(jax.jit(lambda: call(handle.token, jnp.zeros(2, np.int32), **attributes))())
+            call(handle.token, action, results=wrong)
     step(handle, jnp.zeros(2, int))  # nothing was stepped, the pool is usable
     assert envs.get_attr("steps") == (1, 1)
 
