@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -165,9 +164,10 @@ class EnvRows:
         self.given = None
         if given is not None:
             return [given[index] for index in indices], None
-        with suppress(ActionError):
+        try:
             return list(self._read_actions(rows)), None
-        actions: list[Any] = []
+        except ActionError:  # `suppress` would take 0.4 us of each step
+            actions: list[Any] = []
         for index in indices:
             try:
                 actions += self._read_actions(np.array([index]))

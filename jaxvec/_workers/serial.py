@@ -50,11 +50,12 @@ from jaxvec._workers.protocol import WorkerRecipe
 T = TypeVar("T")
 _SMALLEST_NORMAL = sys.float_info.min
 _FLOAT_STATE = 64  # bytes, more than any `fenv_t` has
-# Functions of <fenv.h>, called with the GIL and with addresses. That is the fastest way: three run per step.
+# Functions of <fenv.h>, called with the GIL, and with arguments of undeclared types. That is the fastest way:
+# three run per step.
 _libm = ctypes.PyDLL(None)
 _read_floats = _libm.fegetenv
 _write_floats = _libm.fesetenv
-_read_floats.argtypes = _write_floats.argtypes = (ctypes.c_void_p,)
+_read_floats.restype = _write_floats.restype = None
 
 
 class _HostThread:
@@ -71,11 +72,10 @@ class _HostThread:
         self._flushes = _flushes_denormals()
         self._context = copy_context()
         self.apart: ThreadPoolExecutor | None = None  # for envs that call JAX
-        # Floating-point states: first this thread's, then that of the thread which calls `run`. The pool lets
-        # one thread at a time call it.
-        self._memory = ctypes.create_string_buffer(2 * _FLOAT_STATE)
-        self._own_floats = ctypes.addressof(self._memory)
-        self._floats_of_caller = self._own_floats + _FLOAT_STATE
+        # Floating-point states: this thread's, and that of the thread which calls `run`. The pool lets one
+        # thread at a time call it.
+        self._own_floats = ctypes.create_string_buffer(_FLOAT_STATE)
+        self._floats_of_caller = ctypes.create_string_buffer(_FLOAT_STATE)
         _read_floats(self._own_floats)
 
     def run(self, call: Callable[..., T], *args: Any) -> T:
@@ -214,6 +214,7 @@ class SerialWorkers(WorkerGroup):
                 arrays=arrays,
             )
         self._slice.in_program = True
+        self._moves = {Verb.STEP: self._slice.step, Verb.RESET: self._slice.reset}
         if self._recipe.shares_values:
             self._slice.access.copied = _share
         self._close_slice = self._slice.close
@@ -226,10 +227,10 @@ class SerialWorkers(WorkerGroup):
         if self.env_settings is not None:
             # For each new request number, the slice copies the received rows, which it repeats after a fault.
             self._requested[slots] += 1
-        if verb not in (Verb.STEP, Verb.RESET):
+        move = self._moves.get(verb)
+        if move is None:
             self._host.run(self._slice.perform, verb, slots)
             return
-        move = self._slice.step if verb is Verb.STEP else self._slice.reset
         while slots.size:
             try:
                 self._host.run(move, slots)

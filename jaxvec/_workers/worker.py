@@ -205,6 +205,7 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], slots_running: li
         if replaces is not None:
             stats[REPLACED] += 1
         channel.send(Reply(dumps(None)))
+        moves = {Verb.STEP: env_slice.step, Verb.RESET: env_slice.reset}
         prepare = env_slice.prepare
         find_retirement = env_slice.find_retirement
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
@@ -226,12 +227,12 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], slots_running: li
                 with span(recorder, f"answer {message.method.name}"):
                     channel.send(pickle.dumps(_answer(env_slice, message)))
                 continue
-            if message.verb is not Verb.STEP and message.verb is not Verb.RESET:
+            move = moves.get(message.verb)
+            if move is None:
                 with span(recorder, message.verb.word):
                     env_slice.perform(message.verb, message.slots)
                 end.post(message.slots)
                 continue
-            move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
             try:
                 move(message.slots, done)
                 if done is None:
