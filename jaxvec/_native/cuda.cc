@@ -34,14 +34,9 @@ struct Driver {
     }
   };
 
-  Symbol find(const char* name) {
-    void* const address = dlsym(library, name);
-    if (address == nullptr) missing = name;
-    return {address};
-  }
+  Symbol find(const char* name) const { return {dlsym(library, name)}; }
 
   void* library;
-  const char* missing = nullptr;  // a function that the library lacks
   int (*get_error_name)(int, const char**) = find("cuGetErrorName");
   int (*get_error_string)(int, const char**) = find("cuGetErrorString");
   int (*get_current)(void** context) = find("cuCtxGetCurrent");
@@ -57,19 +52,6 @@ struct Driver {
   int (*to_device)(Address to, const void* from, size_t bytes, void* stream) = find("cuMemcpyHtoDAsync_v2");
   int (*fill)(Address to, unsigned char value, size_t count, void* stream) = find("cuMemsetD8Async");
 };
-
-// Returns the driver, which is never closed; null with an error's text if it can't be used.
-const Driver* open_driver(const char* library, std::string* error) {
-  void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) {
-    *error = std::string("CUDA's driver can't be opened: ") + dlerror();
-    return nullptr;
-  }
-  auto driver = std::make_unique<Driver>(Driver{handle});
-  if (driver->missing == nullptr) return driver.release();
-  *error = std::string("CUDA's driver has no function ") + driver->missing + "; update it";
-  return nullptr;
-}
 
 // Calls the driver's functions. After the first failure it stores an error text and makes no further calls.
 struct DriverCalls {
@@ -317,9 +299,16 @@ std::mutex driver_lock;  // guards the two variables below
 std::string driver_library = "libcuda.so.1";
 const Driver* opened = nullptr;
 
+// Returns the driver, which is never closed; null with an error's text if it can't be opened.
 const Driver* get_driver(std::string* error) {
   const std::lock_guard lock(driver_lock);
-  if (opened == nullptr) opened = open_driver(driver_library.c_str(), error);
+  if (opened != nullptr) return opened;
+  void* const library = dlopen(driver_library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    *error = std::string("CUDA's driver can't be opened: ") + dlerror();
+  } else {
+    opened = new Driver{library};
+  }
   return opened;
 }
 
