@@ -53,10 +53,8 @@ size_t num_given(uint32_t verb, const std::vector<Array>& operands) {
 }
 
 bool contiguous(const std::vector<int64_t>& slots) {
-  for (size_t i = 1; i < slots.size(); ++i) {
-    if (slots[i] != slots[0] + static_cast<int64_t>(i)) return false;
-  }
-  return true;
+  const auto is_gap = [](int64_t slot, int64_t next) { return next != slot + 1; };
+  return std::adjacent_find(slots.begin(), slots.end(), is_gap) == slots.end();
 }
 
 uint32_t size(const std::vector<int64_t>& slots) { return static_cast<uint32_t>(slots.size()); }

@@ -34,9 +34,7 @@ bool narrow(const void* from, void* to, size_t size) {
     std::memcpy(&value, static_cast<const char*>(from) + i * sizeof(From), sizeof(From));
     target[i] = static_cast<To>(value);
     if constexpr (std::is_integral_v<From>) {
-      lost |= static_cast<From>(target[i]) != value;
-      if constexpr (std::is_signed_v<From> && !std::is_signed_v<To>) lost |= value < 0;
-      if constexpr (!std::is_signed_v<From> && std::is_signed_v<To>) lost |= target[i] < 0;
+      lost |= static_cast<From>(target[i]) != value || (target[i] < 0) != (value < 0);
     } else {
       lost |= std::isinf(target[i]) && !std::isinf(value);
     }
