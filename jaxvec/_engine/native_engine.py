@@ -18,7 +18,7 @@ from jaxvec._tracing import Span, Trace
 _WAIT = 200_000_000  # ns; the longest wait in C++, during which no Python signal handler can run
 
 _STATUSES = tuple(Status)
-_LAST_CALLER, _OPEN, _NUM_SERVED = range(3)  # fields of `State` in engine.h
+_LAST_CALLER, _OPEN, _NUM_SERVED, _DEVICES = range(4)  # fields of `State` in engine.h
 # `Span` in trace.h
 _SPAN = np.dtype([("start", np.int64), ("end", np.int64), ("thread", np.uint32), ("what", np.uint32)])
 _PARTS = ("write actions", "dispatch", "wait for workers", "copy results")
@@ -80,7 +80,6 @@ class CEngine(Engine):
                 "terminated": terminated,
                 "truncated": truncated,
                 "step_here": step_here,
-                "all_slots": pending_envs.all,
             }
         )
         self._state = state.data  # `State` in engine.h, which says who writes what
@@ -154,7 +153,7 @@ class CEngine(Engine):
         self._native.wait_for_copies()
 
     def allow_gpu(self) -> None:
-        self._native.allow_gpu()
+        self._state[_DEVICES] = 1
 
     def close_fast_path(self) -> None:
         super().close_fast_path()

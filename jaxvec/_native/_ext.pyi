@@ -76,7 +76,6 @@ class Engine:
     def check_handle(self, slots: NDArray[Any], generation: NDArray[Any] | None, /) -> int: ...
     def check_envs(self, slots: NDArray[Any], stepped: bool, /) -> int: ...
     def wait_for_copies(self) -> None: ...
-    def allow_gpu(self) -> None: ...
     def start_trace(self, capacity: int, /) -> None: ...
     def stop_trace(self) -> tuple[bytes, int]:
         """Returns the ring buffer, with the `Span`s of trace.h, and the number of spans that were added."""
@@ -107,12 +106,11 @@ class Plan(TypedDict):
     terminated: NDArray[Any] | None
     truncated: NDArray[Any] | None
     step_here: Callable[[NDArray[Any]], None] | None
-    all_slots: NDArray[Any]
 
 def engine(plan: Plan, /) -> tuple[Engine, NDArray[Any]]:
     """Returns an engine, which programs find by its pool's id until it is closed, and its `State`."""
 
-# --- call.h, cuda.h, ffi.h, interrupts.h ---
+# --- call.h, cuda.h, ffi.cc, interrupts.h ---
 
 FFI_VERSION: int
 FFI_CALL: Any  # capsules

@@ -52,8 +52,8 @@ struct State {
   uint32_t last_caller;              // `Move.caller_code` (move.py) of the latest move
   uint32_t open;                     // 0 if programs must ask Python, which knows the reason
   std::atomic<uint32_t> num_served;  // successful calls of programs in C++; only C++ writes it, in any thread
-  // Becomes 1 after a program on a GPU has asked Python, which page-locks the segment if possible. Only C++
-  // writes it, see `allow_gpu`.
+  // Becomes 1 after a program on a GPU has asked Python, which page-locks the segment if possible. Only
+  // Python writes it.
   std::atomic<uint32_t> devices;
 };
 
@@ -234,11 +234,10 @@ class Engine {
   const int64_t queue_;  // pseudo-slot of the queue of pending envs, after all slots
   const std::vector<Leaf> actions_;
   const std::vector<Leaf> results_;
-  std::vector<int64_t> all_;  // slots; never changes
-  std::vector<uint32_t>
-      checked_;              // [num_slots] number of the latest check with the env; of the thread inside
-  uint32_t num_checks_ = 0;  // of the thread inside
-  std::mutex lock_;          // guards the fields below
+  std::vector<int64_t> all_;       // slots; never changes
+  std::vector<uint32_t> checked_;  // [num_slots] number of each env's latest check; of the thread inside
+  uint32_t num_checks_ = 0;        // of the thread inside
+  std::mutex lock_;                // guards the fields below
   std::condition_variable changed_;
   std::thread::id inside_;  // default: no thread
   std::vector<Hold> holds_;

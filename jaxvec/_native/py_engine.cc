@@ -1,6 +1,6 @@
 // `Parent` and `Worker`, the two ends of the dispatch, and `Engine`, the engine of a pool that compiled
 // programs step without Python. native_dispatch.py and native_engine.py wrap them.
-#include <cstring>
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -104,21 +104,22 @@ void worker_notify_parent(WorkerEnd& end) { notify_parent(end.board); }
 
 // --- `Engine` ---
 
-constexpr npy_intp kAlignment = 64;  // bytes, of each leaf's rows
-
 thread_local PyObject* failure = nullptr;  // of this thread's latest `PythonEnvs::step`; an owned reference
 
 // Envs in this process. The fields need the GIL; the engine owns their objects until `close`.
 class PythonEnvs : public LocalEnvs {
  public:
-  PythonEnvs(PyObject* step_slots, PyObject* all_slots) : step_slots_(step_slots), all_slots_(all_slots) {}
+  explicit PythonEnvs(PyObject* step_slots) : step_slots_(step_slots) {}
 
   bool step(const std::vector<int64_t>& slots) override {
     const WithGil gil;
     if (step_slots_ == nullptr) return false;
     const Ref function = share(step_slots_);
+    auto count = static_cast<npy_intp>(slots.size());
     try {
-      own(PyObject_CallFunctionObjArgs(function.get(), to_array(slots).get(), nullptr));
+      const Ref array = own(PyArray_SimpleNew(1, &count, NPY_INT64));
+      std::copy(slots.begin(), slots.end(), static_cast<int64_t*>(PyArray_DATA(as_array(array.get()))));
+      own(PyObject_CallFunctionObjArgs(function.get(), array.get(), nullptr));
     } catch (const PythonError&) {
       failure = take_exception().release();
       return false;
@@ -126,24 +127,10 @@ class PythonEnvs : public LocalEnvs {
     return step_slots_ != nullptr;
   }
 
-  void close() { step_slots_ = all_slots_ = nullptr; }
+  void close() { step_slots_ = nullptr; }
 
  private:
-  // Returns an array of slots, for all slots always the same one.
-  Ref to_array(const std::vector<int64_t>& slots) const {
-    auto count = static_cast<npy_intp>(slots.size());
-    const size_t bytes = slots.size() * sizeof(int64_t);
-    PyArrayObject* const all = as_array(all_slots_);
-    if (PyArray_SIZE(all) == count && std::memcmp(PyArray_DATA(all), slots.data(), bytes) == 0) {
-      return share(all_slots_);
-    }
-    Ref array = own(PyArray_SimpleNew(1, &count, NPY_INT64));
-    std::memcpy(PyArray_DATA(as_array(array.get())), slots.data(), bytes);
-    return array;
-  }
-
   PyObject* step_slots_;  // function of an array [n] int64; null if the pool is closed
-  PyObject* all_slots_;   // array [num_slots] int64
 };
 
 // This object holds one reference to the engine, and running programs hold others. All fields need the GIL.
@@ -156,28 +143,17 @@ struct EngineObject {
   std::shared_ptr<PythonEnvs> local;  // null if workers have the envs
 
   // Returns a list of new arrays for the rows of a time step. Leaves in `unread` get no rows and a null
-  // pointer. All rows are one allocation, since each allocation costs time.
+  // pointer.
   Ref make_rows(npy_intp rows, PyObject* unread, std::vector<void*>* pointers) const {
-    std::vector<npy_intp> counts, offsets;
-    npy_intp size = 0;
-    for (size_t i = 0; i < results.size(); ++i) {
-      const bool skipped = is_true(PySet_Contains(unread, own(PyLong_FromSize_t(i)).get()));
-      counts.push_back(skipped ? 0 : rows);
-      offsets.push_back(size);
-      PyArrayObject* leaf = as_array(results[i].get());
-      const npy_intp bytes = counts[i] * (PyArray_NBYTES(leaf) / PyArray_DIM(leaf, 0));
-      size += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    }
-    const Ref memory = own(PyArray_SimpleNew(1, &size, NPY_UINT8));
     Ref all = own(PyList_New(static_cast<Py_ssize_t>(results.size())));
     for (size_t i = 0; i < results.size(); ++i) {
       PyArrayObject* leaf = as_array(results[i].get());
       std::vector<npy_intp> dims(PyArray_DIMS(leaf), PyArray_DIMS(leaf) + PyArray_NDIM(leaf));
-      dims[0] = counts[i];
-      void* const data = PyArray_BYTES(as_array(memory.get())) + offsets[i];
-      pointers->push_back(dims[0] > 0 ? data : nullptr);
-      Ref array = make_array(PyArray_DESCR(leaf), dims, data);
-      check(PyArray_SetBaseObject(as_array(array.get()), Py_NewRef(memory.get())) == 0);
+      const bool skipped = is_true(PySet_Contains(unread, own(PyLong_FromSize_t(i)).get()));
+      dims[0] = skipped ? 0 : rows;
+      Py_IncRef(reinterpret_cast<PyObject*>(PyArray_DESCR(leaf)));  // PyArray_Empty takes it
+      Ref array = own(PyArray_Empty(PyArray_NDIM(leaf), dims.data(), PyArray_DESCR(leaf), 0));
+      pointers->push_back(dims[0] > 0 ? PyArray_DATA(as_array(array.get())) : nullptr);
       PyList_SetItem(all.get(), static_cast<Py_ssize_t>(i), array.release());
     }
     return all;
@@ -191,7 +167,7 @@ Ref make_engine(PyObject* arguments) {
   Plan& plan = self.plan;
   Arrays actions, results;
   std::vector<Ref> nonzero;
-  PyObject *parent, *step_here, *all_slots;
+  PyObject *parent, *step_here;
   const Items read_item{arguments};
   read_item("pool_id", &plan.id);
   read_item("parent", &parent);
@@ -214,12 +190,11 @@ Ref make_engine(PyObject* arguments) {
   read_item("terminated", &plan.terminated);
   read_item("truncated", &plan.truncated);
   read_item("step_here", &step_here);
-  read_item("all_slots", &all_slots);
   plan.parent = &own_of<ParentEnd>(parent);
   plan.actions = std::move(actions.arrays);
   plan.results = std::move(results.arrays);
   for (size_t i = 0; i < plan.results.size(); ++i) read(nonzero[i].get(), &plan.results[i].nonzero);
-  if (step_here != Py_None) plan.local = self.local = std::make_shared<PythonEnvs>(step_here, all_slots);
+  if (step_here != Py_None) plan.local = self.local = std::make_shared<PythonEnvs>(step_here);
   self.kept = share(arguments);
   self.results = std::move(results.items);
   self.num_slots = plan.parent->board.num_slots;
@@ -234,9 +209,9 @@ Ref make_engine(PyObject* arguments) {
 
 // --- Locks ---
 
-template <void (Engine::*function)()>
-void call(EngineObject& self) {
-  without_gil([&] { (*self.engine.*function)(); });
+template <auto function>
+auto call(EngineObject& self) {
+  return without_gil([&] { return (*self.engine.*function)(); });
 }
 
 bool engine_enter(EngineObject& self, const Slots& slots, bool exclusive, int64_t timeout_ns) {
@@ -246,8 +221,6 @@ bool engine_enter(EngineObject& self, const Slots& slots, bool exclusive, int64_
 void engine_hold(EngineObject& self, const Slots& slots, bool alone) {
   self.engine->hold(slots.data, slots.count, alone);
 }
-
-bool engine_holds(EngineObject& self) { return self.engine->holds(); }
 
 // --- Moves ---
 
@@ -295,8 +268,6 @@ uint32_t engine_check_envs(EngineObject& self, const Slots& slots, bool stepped)
 
 // --- State ---
 
-void engine_allow_gpu(EngineObject& self) { self.engine->state.devices = 1; }
-
 void engine_start_trace(EngineObject& self, uint32_t capacity) { self.engine->trace.start(capacity); }
 
 // Returns the memory of the spans, and the number of all spans so far.
@@ -333,9 +304,9 @@ void add_engine(PyObject* module) {
   make_type<EngineObject>(
       "jaxvec._native._ext.Engine",
       {define<engine_enter>("enter"), define<call<&Engine::leave>>("leave"), define<engine_hold>("hold"),
-       define<engine_holds>("holds"), define<call<&Engine::release>>("release"), define<engine_move>("move"),
-       define<engine_check_handle>("check_handle"), define<engine_check_envs>("check_envs"),
-       define<call<&Engine::wait_for_copies>>("wait_for_copies"), define<engine_allow_gpu>("allow_gpu"),
+       define<call<&Engine::holds>>("holds"), define<call<&Engine::release>>("release"),
+       define<engine_move>("move"), define<engine_check_handle>("check_handle"),
+       define<engine_check_envs>("check_envs"), define<call<&Engine::wait_for_copies>>("wait_for_copies"),
        define<engine_start_trace>("start_trace"), define<engine_stop_trace>("stop_trace"),
        define<engine_close>("close")});
   add_functions(module,
