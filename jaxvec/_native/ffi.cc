@@ -1,6 +1,6 @@
 // The XLA FFI handlers, with which compiled programs on the CPU and on NVIDIA GPUs call a pool. Twin of
 // callbacks/_ffi.py.
-#include "ffi.h"
+#include "xla/ffi/api/ffi.h"
 
 #include <string>
 #include <utility>
@@ -9,7 +9,7 @@
 #include "call.h"
 #include "cuda.h"
 #include "interrupts.h"
-#include "xla/ffi/api/ffi.h"
+#include "python.h"
 
 namespace jaxvec {
 namespace {
@@ -104,3 +104,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_call, jaxvec::call_on_host, jaxvec::bin
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_cuda_call, jaxvec::call_on_cuda,
                               jaxvec::bind(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>())
                                   .Attr<xla::ffi::Span<const int64_t>>("layout"));
+
+void add_handlers(PyObject* module) {
+  const auto add = [module](const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+    const Ref capsule = own(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
+    check(PyModule_AddObjectRef(module, name, capsule.get()) == 0);
+  };
+  check(PyModule_AddIntConstant(module, "FFI_VERSION", 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR) == 0);
+  add("FFI_CALL", jaxvec_ffi_call);
+  add("FFI_CUDA_CALL", jaxvec_ffi_cuda_call);
+}

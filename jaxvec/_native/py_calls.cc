@@ -1,12 +1,11 @@
-// XLA's handlers, packed calls, the calls that Python answers, and signals. callbacks/_ffi.py and
-// callbacks/_io_callback.py have the Python half.
+// Packed calls, the calls that Python answers, and signals. callbacks/_ffi.py and callbacks/_io_callback.py
+// have the Python half.
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "call.h"
 #include "cuda.h"
-#include "ffi.h"
 #include "interrupts.h"
 #include "python.h"
 
@@ -25,8 +24,8 @@ Ref view(const Array& array) {
   const Ref text = own(PyUnicode_FromFormat("%c%u", array.dtype % 256, array.dtype / 256));
   PyArray_Descr* dtype = nullptr;
   check(PyArray_DescrConverter(text.get(), &dtype) == NPY_SUCCEED);
-  const Ref owner(reinterpret_cast<PyObject*>(dtype));
-  return make_array(dtype, {array.dims, array.dims + array.rank}, array.data);
+  return own(PyArray_NewFromDescr(&PyArray_Type, dtype, static_cast<int>(array.rank), array.dims, nullptr,
+                                  array.data, NPY_ARRAY_CARRAY, nullptr));  // takes the dtype
 }
 
 Ref views(const std::vector<Array>& arrays) {
@@ -122,11 +121,6 @@ void prepare(uint32_t calls, const Numbers<uint64_t, NPY_UINT64>& sizes) {
   without_gil([&] { prepare_cuda(calls, sizes.data, sizes.count); });
 }
 
-void add_handler(PyObject* module, const char* name, XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
-  const Ref capsule = own(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
-  check(PyModule_AddObjectRef(module, name, capsule.get()) == 0);
-}
-
 }  // namespace
 }  // namespace jaxvec
 
@@ -135,7 +129,4 @@ void add_calls(PyObject* module) {
   add_functions(module, {define<set_functions>("set_python"), define<call_packed>("call_packed"),
                          define<prepare>("prepare_cuda"), define<use_driver>("use_cuda"),
                          define<watch_signals>("watch_interrupts"), define<interrupts>("interrupts")});
-  check(PyModule_AddIntConstant(module, "FFI_VERSION", 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR) == 0);
-  add_handler(module, "FFI_CALL", jaxvec_ffi_call);
-  add_handler(module, "FFI_CUDA_CALL", jaxvec_ffi_cuda_call);
 }

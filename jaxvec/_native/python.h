@@ -58,13 +58,6 @@ inline Ref own(PyObject* object) {
   return Ref(object);
 }
 
-// Returns an array over memory that it does not own.
-inline Ref make_array(PyArray_Descr* dtype, const std::vector<npy_intp>& dims, void* data) {
-  Py_IncRef(reinterpret_cast<PyObject*>(dtype));  // PyArray_NewFromDescr takes this reference
-  return own(PyArray_NewFromDescr(&PyArray_Type, dtype, static_cast<int>(dims.size()), dims.data(), nullptr,
-                                  data, NPY_ARRAY_CARRAY, nullptr));
-}
-
 // Converts the answer of Python's C API to a question.
 inline bool is_true(int answer) {
   check(answer >= 0);
@@ -212,15 +205,14 @@ inline PyMethodDef* keep(std::initializer_list<PyMethodDef> definitions) {
   return kept->data();
 }
 
-// Creates the type of `Owner<T>` with methods, and perhaps a function that calls an object.
+// Creates the type of `Owner<T>` with methods.
 template <typename T>
-void make_type(const char* name, std::initializer_list<PyMethodDef> methods, ternaryfunc call = nullptr) {
-  std::vector<PyType_Slot> slots = {{Py_tp_dealloc, reinterpret_cast<void*>(deallocate_owner<T>)},
-                                    {Py_tp_methods, keep(methods)}};
-  if (call != nullptr) slots.push_back({Py_tp_call, reinterpret_cast<void*>(call)});
-  slots.push_back({0, nullptr});
+void make_type(const char* name, std::initializer_list<PyMethodDef> methods) {
+  PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(deallocate_owner<T>)},
+                         {Py_tp_methods, keep(methods)},
+                         {0, nullptr}};
   constexpr unsigned kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  PyType_Spec spec = {name, sizeof(Owner<T>), 0, kFlags, slots.data()};
+  PyType_Spec spec = {name, sizeof(Owner<T>), 0, kFlags, slots};
   type_of<T> = reinterpret_cast<PyTypeObject*>(own(PyType_FromSpec(&spec)).release());
 }
 
@@ -247,10 +239,7 @@ struct Arrays {
 // Converters of arguments; they throw if a Python error is set.
 inline void read(PyObject* from, PyObject** to) { *to = from; }
 
-inline void read(PyObject* from, PyArrayObject** to) {
-  if (!PyArray_Check(from)) raise(PyExc_TypeError, "expected an array, not %R", Py_TYPE(from));
-  *to = as_array(from);
-}
+inline void read(PyObject* from, PyArrayObject** to) { *to = as_array(from); }  // Python has checked it
 
 inline void read(PyObject* from, const char** to) {
   *to = PyUnicode_AsUTF8AndSize(from, nullptr);
@@ -315,8 +304,7 @@ struct Items {
   PyObject* dict;
 };
 
-// Converters of results. A function may also return nothing, or null while a Python error is set.
-inline PyObject* to_python(PyObject* value) { return value; }
+// Converters of results. A function may also return nothing.
 inline PyObject* to_python(Ref value) { return value.release(); }
 inline PyObject* to_python(bool value) { return PyBool_FromLong(value); }
 inline PyObject* to_python(uint32_t value) { return PyLong_FromUnsignedLong(value); }
@@ -368,5 +356,6 @@ Ref take_failure();
 // Each adds the functions of one file to the module.
 void add_engine(PyObject* module);
 void add_calls(PyObject* module);
+void add_handlers(PyObject* module);
 void add_stepper(PyObject* module);
 void add_states(PyObject* module);

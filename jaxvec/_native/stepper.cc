@@ -18,7 +18,7 @@ namespace {
 // --- Rows ---
 // Functions that return a bool here return false if Python must handle a case; then no error is set.
 
-// A compiled `write(slot, value)` for a leaf, a dict or a tuple.
+// A compiled `write(slot, value)`, its method, for a leaf, a dict or a tuple.
 struct Writer {
   Ref write;     // Python function that handles every value, or raises
   Ref rows;      // for a leaf: contiguous ndarray [n, ...] of numbers; else null
@@ -104,7 +104,7 @@ bool write_leaf(PyArrayObject* rows, Py_ssize_t slot, PyObject* value) {
   return false;
 }
 
-void write(PyObject* writer, Py_ssize_t slot, PyObject* value);
+void write(PyObject* function, Py_ssize_t slot, PyObject* value);
 
 bool write_children(const Writer& self, Py_ssize_t slot, PyObject* value) {
   const Py_ssize_t count = PyTuple_Size(self.children.get());
@@ -121,29 +121,22 @@ bool write_children(const Writer& self, Py_ssize_t slot, PyObject* value) {
 }
 
 // Writes row `slot` with a Writer, and with its Python function if the Writer can't.
-void write(PyObject* writer, Py_ssize_t slot, PyObject* value) {
-  if (Py_TYPE(writer) == type_of<Writer>) {
-    const auto& self = own_of<Writer>(writer);
-    if (self.rows != nullptr ? write_leaf(as_array(self.rows.get()), slot, value)
-                             : write_children(self, slot, value)) {
-      return;
-    }
-    writer = self.write.get();
+void write_row(Writer& self, Py_ssize_t slot, PyObject* value) {
+  const bool written = self.rows != nullptr ? write_leaf(as_array(self.rows.get()), slot, value)
+                                            : write_children(self, slot, value);
+  if (!written) write(self.write.get(), slot, value);
+}
+
+// Writes row `slot` with a function, or directly with the Writer of which it is the method.
+void write(PyObject* function, Py_ssize_t slot, PyObject* value) {
+  PyObject* const owner = PyCFunction_Check(function) ? PyCFunction_GetSelf(function) : nullptr;
+  if (owner != nullptr && Py_TYPE(owner) == type_of<Writer>) {
+    return write_row(own_of<Writer>(owner), slot, value);
   }
-  own(PyObject_CallFunctionObjArgs(writer, own(PyLong_FromSsize_t(slot)).get(), value, nullptr));
+  own(PyObject_CallFunctionObjArgs(function, own(PyLong_FromSsize_t(slot)).get(), value, nullptr));
 }
 
-PyObject* writer_call(PyObject* self, PyObject* args, PyObject*) try {
-  Py_ssize_t slot;
-  PyObject* value;
-  check(PyArg_ParseTuple(args, "nO:Writer", &slot, &value) != 0);
-  write(self, slot, value);
-  return Py_NewRef(Py_None);
-} catch (const PythonError&) {
-  return nullptr;
-}
-
-// The arguments of these two functions are documented in _ext.pyi.
+// These two functions return the method of a Writer. Their arguments are documented in _ext.pyi.
 
 Ref leaf_writer(PyObject* write, PyObject* rows) {
   PyArrayObject* array = as_array(rows);
@@ -156,7 +149,7 @@ Ref leaf_writer(PyObject* write, PyObject* rows) {
   auto& self = own_of<Writer>(writer.get());
   self.write = share(write);
   self.rows = share(rows);
-  return writer;
+  return own(PyObject_GetAttrString(writer.get(), "write"));
 }
 
 Ref nested_writer(PyObject* write, PyObject* keys, PyObject* children) {
@@ -165,7 +158,7 @@ Ref nested_writer(PyObject* write, PyObject* keys, PyObject* children) {
   self.write = share(write);
   self.children = share(children);
   if (keys != Py_None) self.keys = share(keys);
-  return writer;
+  return own(PyObject_GetAttrString(writer.get(), "write"));
 }
 
 // --- Steps ---
@@ -367,7 +360,7 @@ Ref make_stepper(PyObject* arguments) {
 }  // namespace
 
 void add_stepper(PyObject* module) {
-  make_type<Writer>("jaxvec._native._ext.Writer", {}, writer_call);
+  make_type<Writer>("jaxvec._native._ext.Writer", {define<write_row>("write")});
   make_type<Stepper>("jaxvec._native._ext.Stepper", {define<run>("run")});
   add_functions(module, {define<leaf_writer>("leaf_writer"), define<nested_writer>("nested_writer"),
                          define<make_stepper>("stepper")});
