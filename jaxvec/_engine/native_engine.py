@@ -112,27 +112,20 @@ class CEngine(Engine):
         at_least: int | None = None,
     ) -> MoveResult:
         if at_least is None and isinstance(deliver, Copies):
-            made = self._move(move, actions, env_ids, deliver.unread)
-            if made.status not in (Status.ELSEWHERE, Status.COPYING, Status.LATE):
-                return made
+            number, rows, waited_ns = self._native.move(
+                move.verb,
+                move.caller_code,
+                move.caller is not None,
+                None if move.generation is None else move.slots,
+                move.generation,
+                env_ids,
+                actions,
+                deliver.unread,
+            )
+            status = _STATUSES[number]
+            if status not in (Status.ELSEWHERE, Status.COPYING, Status.LATE):
+                return MoveResult(status, rows, waited_ns / 1e9, recorded=True)
         return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
-
-    def _move(
-        self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]
-    ) -> MoveResult:
-        """Makes a move with one call into C++; its status is `ELSEWHERE` if C++ does not support it."""
-        slots = None if move.generation is None else move.slots
-        status, rows, waited_ns = self._native.move(
-            move.verb,
-            move.caller_code,
-            move.caller is not None,
-            slots,
-            move.generation,
-            env_ids,
-            actions,
-            unread,
-        )
-        return MoveResult(_STATUSES[status], rows, waited_ns / 1e9, recorded=True)
 
     def check_handle(self, move: Move) -> Status:
         return _STATUSES[self._native.check_handle(move.slots, move.generation)]
