@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from jaxvec._envs.slice import EnvSettings, SlotSettings
 from jaxvec._errors import JaxvecError
 from jaxvec._options import Restart
 from jaxvec._util import logger
+from jaxvec._workers.diagnosis import take_losses
 
 
 class Budget:
@@ -29,6 +31,13 @@ class Budget:
     def rebuilds(self) -> bool:
         """True if an env that raised is rebuilt."""
         return self.policy is not None and self.policy.retry == "rebuild"
+
+    def spend_on_env(
+        self, worker: int, slot: int, error: JaxvecError, known: EnvSettings | None
+    ) -> SlotSettings | None:
+        """Spends a fault of an env in a live worker, and returns settings for a new env if there is one."""
+        self.spend(worker, error, take_losses(known, [slot]) if self.rebuilds else "")
+        return known.of(slot) if self.rebuilds and known is not None else None
 
     def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
         """Counts and logs a fault, with a note on what is lost; raises `error` if the limits are exceeded."""

@@ -44,7 +44,6 @@ from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Trace
 from jaxvec._workers.base import Backend, Check, WaitLimits, WorkerGroup
 from jaxvec._workers.budget import Budget
-from jaxvec._workers.diagnosis import take_losses
 from jaxvec._workers.protocol import WorkerRecipe
 
 T = TypeVar("T")
@@ -279,15 +278,11 @@ class SerialWorkers(WorkerGroup):
             close_envs(envs, 0, self._recipe.config.envs_per_instance)
 
     def _recover(self, failure: EnvFailure) -> None:
-        slot = failure.env_id
-        known = self.env_settings
-        rebuild = self._budget.rebuilds
         while True:
-            losses = take_losses(known, [slot]) if rebuild else ""
-            self._budget.spend(0, self._to_error(failure), losses)
-            settings = known.of(slot) if rebuild and known is not None else None
+            error = self._to_error(failure)
+            settings = self._budget.spend_on_env(0, failure.env_id, error, self.env_settings)
             try:
-                recover = partial(self._slice.recover, rebuild=rebuild, settings=settings)
+                recover = partial(self._slice.recover, rebuild=self._budget.rebuilds, settings=settings)
                 self._host.run(recover, failure)
             except EnvFailure as another:
                 failure = another

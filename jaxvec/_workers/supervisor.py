@@ -510,12 +510,9 @@ class Supervisor:
         if worker in self.deadlines.starting or self.diagnosis.arrays is None or error.env_id is None:
             self.replace(worker, error)
             return
-        rebuild = self._budget.rebuilds
-        losses = take_losses(self.env_settings, [error.env_id]) if rebuild else ""
-        self._budget.spend(worker, error, losses)
+        settings = self._budget.spend_on_env(worker, error.env_id, error, self.env_settings)
         self.deadlines.note_recovery()
-        settings = self.env_settings.of(error.env_id) if rebuild and self.env_settings else None
-        self._send(worker, protocol.Recover(rebuild, settings), deadline)
+        self._send(worker, protocol.Recover(self._budget.rebuilds, settings), deadline)
 
     def _continue_start(self, worker: int, message: Any, deadline: float | None) -> None:
         """Handles the two messages of a starting worker: its envs are built, and it serves."""
