@@ -54,6 +54,8 @@ def trace_pool(
                 lost[worker] = "the pool was closed within the block"
             elif isinstance(answer := answers[worker], JaxvecError):
                 lost[worker] = str(answer)
+            elif answer is None:
+                lost[worker] = "the worker did not send its trace after the pool broke"
             elif pool.workers.incarnations[worker] != replacements[worker]:
                 lost[worker] = "the worker was recycled" if error is errors[worker] else str(error)
         times = {"epoch_ns": epoch_ns, "began_ns": began_ns, "ended_ns": monotonic_ns()}
@@ -75,7 +77,7 @@ def _start(pool: Pool, capacity: int) -> SpanRecorder:
         return engine.recorder
 
 
-def _stop(pool: Pool, recorder: SpanRecorder) -> tuple[list[Trace], Sequence[Trace | JaxvecError]]:
+def _stop(pool: Pool, recorder: SpanRecorder) -> tuple[list[Trace], Sequence[Trace | JaxvecError | None]]:
     """Stops recording. Returns the traces of Python and C++, and of the workers (none if closed)."""
     hurry = pool.closed or pool.state.broken_by is not None
     with pool.engine.exclusive(patience=1.0 if hurry else None):

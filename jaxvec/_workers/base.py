@@ -200,8 +200,8 @@ class WorkerGroup(ABC):
         """Starts recording the latest `capacity` spans in each slice; raises as `request`."""
 
     @abstractmethod
-    def stop_trace(self, *, hurry: bool) -> Sequence[Trace | JaxvecError]:
-        """Ends recording, and returns the record of each slice, or an error; raises as `request`.
+    def stop_trace(self, *, hurry: bool) -> Sequence[Trace | JaxvecError | None]:
+        """Ends recording. Returns the trace of each slice, an error, or `None`; raises as `request`.
 
         With `hurry`, for a broken pool, it waits for about a second, replaces no worker, and does not raise.
         """

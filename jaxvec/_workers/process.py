@@ -243,7 +243,7 @@ class ProcessWorkers(WorkerGroup):
         self.supervisor.trace = capacity  # first: replacements get it, too
         self.request(Slice.start_trace, lambda *_: (capacity,), limit="start")
 
-    def stop_trace(self, *, hurry: bool) -> Sequence[Trace | JaxvecError]:
+    def stop_trace(self, *, hurry: bool) -> Sequence[Trace | JaxvecError | None]:
         self.supervisor.trace = None
         if hurry:
             return self.supervisor.collect_traces()

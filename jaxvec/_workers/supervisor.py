@@ -29,7 +29,6 @@ from jaxvec._envs.slice import Arguments, EnvSettings, MethodName, Retirement, S
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
-    EnvTimeoutError,
     JaxvecError,
     NotPicklableError,
     NotReadyError,
@@ -225,7 +224,7 @@ class Supervisor:
             self._unpickle(worker, name, replies[worker]) if worker in replies else None for worker in workers
         ]
 
-    def collect_traces(self) -> list[Trace | JaxvecError]:
+    def collect_traces(self) -> list[Trace | JaxvecError | None]:
         """Returns each worker's trace, or an error, after the pool broke: workers may be dead or hang."""
         workers = range(len(self._recipe.slices))
         deadline = time.monotonic() + _BROKEN_REPLY_TIMEOUT
@@ -246,12 +245,7 @@ class Supervisor:
                                 answers[worker] = answer
                 except EOFError:
                     answers[worker] = self._died_error(worker)
-        for worker in set(workers) - answers.keys():
-            answers[worker] = EnvTimeoutError(
-                f"worker {worker} did not send its trace after the pool broke",
-                env_ids=tuple(range(*self._recipe.slices[worker])),
-            )
-        return [answers[worker] for worker in workers]
+        return [answers.get(worker) for worker in workers]
 
     def _exchange(
         self,
