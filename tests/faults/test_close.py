@@ -301,6 +301,7 @@ except jaxvec.JaxvecError as error:
 """
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(
     ("end", "when"),
     [("with", "before"), ("with", "during"), ("with", "waiting"), ("close", "before"), ("close", "during")],

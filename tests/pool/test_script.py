@@ -92,6 +92,7 @@ def run(*command):
     return done.stdout
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("as_module", [False, True])
 def test_main_of_workers_is_that_of_gymnasiums_workers(tmp_path, monkeypatch, as_module):
     package = tmp_path / "package"
