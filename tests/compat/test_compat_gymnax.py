@@ -138,16 +138,6 @@ def test_lanes_give_the_same_data_as_gymnasium(make, transport):
     assert ends > 10
 
 
-def test_infos_are_fresh_dicts_with_the_declared_keys(make):
-    env = make(info={"steps": int})
-    _, state = env.reset(KEY)
-    _, state, *_, first = env.step(KEY, state, 0)
-    first["mine"] = first
-    _, state, *_, second = env.step(KEY, state, 0)
-    assert "mine" not in second
-    assert (first["steps"], second["steps"], second["steps"].shape) == (1, 2, ())
-
-
 @pytest.mark.parametrize("num_returns", [5, 6])
 def test_at_an_end_declared_infos_are_those_of_the_step(make, num_returns):
     env = make(partial(CountingEnv, 2), info={"steps": int}, num_returns=num_returns)
@@ -202,17 +192,6 @@ def test_first_reset_starts_a_pool_that_later_resets_reuse(make):
     assert compiled(KEY)[0, :, RESETS].tolist() == [2] * 4
     assert env.pools[4] is pool
     assert pool.stats().total.steps == 16
-
-
-def test_pools_of_other_sizes_leave_states_alone(make):
-    env = make()
-    stepped = jax.jit(partial(step, env))
-    _, three = reset(env, jax.random.split(KEY, 3))
-    _, two = reset(env, jax.random.split(KEY, 2))
-    _, one = env.reset(KEY)
-    stepped(three, jnp.zeros(3, int))
-    stepped(two, jnp.zeros(2, int))
-    env.step(KEY, one, 0)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])

@@ -306,15 +306,6 @@ def test_some_of_the_envs_are_neither_sent_nor_received(make, dispatch):
     assert envs.recv(at_least=6).info["episode_length"].tolist() == [1] * 6
 
 
-def test_some_of_the_envs_are_not_sent_by_a_program(make):
-    envs = make(partial(counting, AutoresetMode.SAME_STEP), 6, envs_per_instance=3, num_workers=2)
-    handle, _ = jaxvec.reset(envs)
-    with pytest.raises(jaxvec.EnvIdError, match="send of 3 of 6 envs: .* all at once"):
-        jaxvec.send(handle, jnp.zeros(3, int), jnp.arange(3))
-    handle = jaxvec.send(handle, jnp.zeros(6, int), jnp.arange(6))
-    assert jaxvec.recv(handle)[1].info["episode_length"].tolist() == [1] * 6
-
-
 def test_batched_envs_have_no_asynchronous_mode(make):
     with pytest.raises(
         ValueError, match="batch_size 3 is below num_envs .6., but batched envs step all at once"

@@ -474,15 +474,6 @@ def test_a_step_of_four_values_names_the_way_out(make, backend):
         envs.step([0])
 
 
-def test_an_envs_own_argument_may_look_like_an_option(make):
-    class Env(CountingEnv):
-        def __init__(self, num_worker):
-            super().__init__()
-            self.mine = num_worker
-
-    assert make(Env, 1, num_worker=3).get_attr("mine") == (3,)
-
-
 def test_an_id_whose_package_is_not_imported_says_which_to_name():
     with pytest.raises(
         gymnasium.error.NamespaceNotFound, match=r'jaxvec.make\("the_package:Nowhere/Env-v0", …\)'

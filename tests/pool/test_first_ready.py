@@ -56,26 +56,6 @@ def test_a_batch_of_all_envs_comes_in_the_order_sent(make, how, transport, batch
         check(envs.recv(**options))
 
 
-def test_two_halves_alternate(make, transport):
-    """Double buffering: the policy works on one half while workers step the other; deterministic."""
-    envs = make(CountingEnv, 8, num_workers=2, batch_size=4, recv_order="sent", transport=transport)
-    handle, timestep = jaxvec.reset(envs)
-
-    @jax.jit
-    def program(handle, timestep):
-        def body(carry, _):
-            handle, timestep = carry
-            handle = jaxvec.send(handle, timestep.obs[:, 1], timestep.info["env_id"])
-            handle, timestep = jaxvec.recv(handle)
-            return (handle, timestep), (timestep.info["env_id"], timestep.obs)
-
-        return jax.lax.scan(body, (handle, timestep), length=20)[1]
-
-    env_id, obs = program(handle, timestep)
-    assert env_id.tolist() == [[1, 3, 5, 7], [0, 2, 4, 6]] * 10
-    np.testing.assert_array_equal(obs[:, 0, 1], np.arange(20) // 2 + np.arange(20) % 2)
-
-
 def test_without_batch_size_recv_returns_all_in_env_order(make, how, transport):
     workers = {} if how.get("backend") else {"num_workers": 3}
     envs = make(CountingEnv, 5, transport=transport, **how, **workers)

@@ -6,9 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support import disasters
 from support.disasters import PATIENCE, GatedEnv, within
 from test_first_ready import check_rows, how  # noqa: F401
 
@@ -57,76 +54,6 @@ def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, dispatch
     assert [info["options"] for info in envs.infos([2, 3])] == [None, None]
     with pytest.raises(jaxvec.PendingEnvError, match="with the 0 of mask only 0 would be pending"):
         envs.reset(mask=np.zeros(4, bool))
-
-
-# --- Against a model --------------------------------------------------------------------------
-
-
-def spread(num_envs, batch_size):
-    """The order in which a reset sends: each batch has envs of all parts of the pool."""
-    batches = -(-num_envs // batch_size)
-    return sorted(range(num_envs), key=lambda i: (i % batches, i))
-
-
-# Drawn before the game: Hypothesis does not choose which env is ready first, so draws must not depend on it.
-MOVES = st.lists(
-    st.tuples(st.just("send"), st.randoms(use_true_random=True))
-    | st.tuples(st.just("recv"), st.none() | st.integers(1, 6)),
-    max_size=25,
-)
-
-
-@settings(max_examples=15)
-@given(
-    num_envs=st.integers(1, 6),
-    batch=st.integers(1, 6),
-    order=st.sampled_from(["ready", "sent"]),
-    moves=MOVES,
-)
-@pytest.mark.parametrize("dispatch", ["native", "portable"])
-def test_random_sends_and_receives_agree_with_a_model(dispatch, num_envs, batch, order, moves):
-    batch = min(batch, num_envs)
-    with disasters.make(
-        CountingEnv,
-        num_envs,
-        num_workers=min(2, num_envs),
-        batch_size=batch,
-        recv_order=order,
-        dispatch=dispatch,
-    ) as envs:
-        steps = [0] * num_envs
-        arrived = envs.reset().info["env_id"].tolist()
-        flying = [i for i in spread(num_envs, batch) if i not in arrived]
-        actions = dict.fromkeys(range(num_envs), -1)
-        for name, how in moves:
-            if name == "send":
-                sent = how.sample(arrived, how.randint(min(1, len(arrived)), len(arrived)))
-                given_actions = [how.randrange(1000) for _ in sent]
-                envs.send(np.array(given_actions, int), np.array(sent, int))
-                for env_id, action in zip(sent, given_actions, strict=True):
-                    arrived.remove(env_id)
-                    flying.append(env_id)
-                    steps[env_id] += 1
-                    actions[env_id] = action
-                continue
-            at_least = how and min(how, num_envs)
-            if len(flying) < (at_least or batch):
-                with pytest.raises(jaxvec.PendingEnvError):
-                    envs.recv(at_least=at_least)
-            else:
-                timestep = envs.recv(at_least=at_least)
-                got = timestep.info["env_id"].tolist()
-                assert len(set(got)) == len(got) >= (at_least or batch)
-                assert at_least is not None or len(got) == batch
-                if order == "sent":
-                    assert got == flying[: len(got)]
-                elif at_least is None and batch == num_envs:
-                    assert got == list(range(num_envs))
-                assert timestep.obs[:, 1].tolist() == [steps[i] for i in got]
-                assert timestep.obs[:, 3].tolist() == [actions[i] for i in got]
-                for env_id in got:
-                    flying.remove(env_id)
-                    arrived.append(env_id)
 
 
 # --- Resets in two halves, and a caller's own time limit -----------------------------------------

@@ -86,6 +86,7 @@ class InAnObject(Looking):
         super().__init__(holder.table)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("way", ["argument", "config", "list", "object"])
 def test_envs_share_an_argument_until_they_write_to_it(make, start_method, way):

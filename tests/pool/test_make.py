@@ -1041,33 +1041,6 @@ def test_envs_are_not_asked_for_undeclared_attributes(make, tmp_path, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, play(Env), play(CountingEnv))
 
 
-@pytest.mark.parametrize("answer", [None, KeyError])
-def test_batched_envs_are_not_asked_for_undeclared_attributes(make, answer):
-    class Batch(gymnasium.vector.VectorEnv):
-        metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        num_envs = 2
-        single_observation_space = observation_space = spaces.Discrete(5)
-        single_action_space = action_space = spaces.Discrete(5)
-        level = 3
-
-        def __getattr__(self, name):
-            if answer is None:
-                return mock.MagicMock()
-            raise answer(name)
-
-        def reset(self, *, seed=None, options=None):
-            return np.array([0, 1]), {}
-
-        def step(self, actions):
-            return actions, np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), {}
-
-    envs = make(Batch, 4, envs_per_instance=2)
-    envs.reset()
-    assert envs.step(np.arange(4)).obs.tolist() == [0, 1, 2, 3]
-    envs.set_attr("level", 5)
-    assert envs.get_attr("level") == envs.call("level") == (5,) * 4
-
-
 def test_a_reward_space_is_found_wherever_it_is_declared(make, backend):
     class OfObject(CountingEnv):
         def __init__(self):

@@ -15,8 +15,6 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from hypothesis import HealthCheck, given, settings
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from support.padded import (
     EchoEnv,
     Graph,
@@ -285,29 +283,6 @@ def test_states_restore_padded_rows(make, backend):
     assert_equal(simulated.obs, stepped.obs)
     assert_equal(envs.restore(state).obs, before.obs)
     assert_equal(envs.restore(after).obs, stepped.obs)
-
-
-def test_vmapped_programs_pass_padded_values(make):
-    envs = make(SpokenEnv, 4, max_sizes={"bag": 4})
-    handle, _ = jaxvec.reset(envs, seed=0)
-    parts = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), say("a", "bb", "c", "dd"))
-    halves = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), handle)
-    _, timestep = jax.jit(jax.vmap(jaxvec.step))(halves, parts)
-    assert decode(timestep.obs["words"]) == [["a", "bb"], ["c", "dd"]]
-
-
-def test_a_program_over_several_devices_steps_padded_values(make):
-    envs = make_envs(make, num_envs=4, num_workers=2)
-    actions = [[*each, each[0]] for each in ACTIONS]
-    handle, _ = jaxvec.reset(envs, seed=0)
-    mesh = Mesh(jax.devices()[:2], "d")
-    step = jax.jit(jax.shard_map(jaxvec.step, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
-    *expected, (seen, _) = oracle_steps(SAME, actions=actions)
-    for each, (obs, last) in zip(actions, expected[1:], strict=True):
-        handle, timestep = step(handle, stack([model(SPACE, action) for action in each]))
-        assert_equal(timestep.obs, obs)
-        assert_equal(timestep.info["final_obs"], last)
-    assert_equal(list(envs.call("seen")), list(seen))
 
 
 def test_batched_envs_are_padded(make):

@@ -16,7 +16,6 @@ from gymnasium.vector import AutoresetMode
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from support.oracle import canonical, stack
-from support.probe import EnvFamily
 
 import jaxvec
 from jaxvec.compat import gymnax
@@ -440,15 +439,6 @@ def test_options_in_the_stoa_api():
         np.testing.assert_array_equal(timestep.observation[:, 7:], options["level"].reshape(2, -1))
     finally:
         envs.close()
-
-
-def test_options_in_a_pool_family():
-    options = sample(3)
-    with EnvFamily(LevelEnv, reset_options=SPACE) as family:
-        handle, timestep = jax.vmap(lambda o: family.reset(None, options=o))(options)
-        np.testing.assert_array_equal(timestep.obs[:, 7:], options["level"].reshape(3, -1))
-        _, timestep = jax.vmap(family.step)(handle, jnp.zeros(3, int))
-        np.testing.assert_array_equal(timestep.info["reset_options"]["level"], options["level"])
 
 
 def test_wrong_options_name_the_leaf(make):

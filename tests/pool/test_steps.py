@@ -344,15 +344,6 @@ def test_a_second_pool_of_the_same_specification_does_not_retrace(envs, make):
         program(jaxvec.reset(make(CountingEnv, 2, backend="serial"))[0])
 
 
-def test_eager_steps_step(envs):
-    handle, first = jaxvec.reset(envs)
-    for n in range(1, 4):
-        with pool_moves(envs, steps=1):
-            handle, timestep = jaxvec.step(handle, ONES)
-        np.testing.assert_array_equal(steps_of(timestep) - steps_of(first), n)
-        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((handle, timestep)))
-
-
 def test_eager_and_jitted_results_have_the_same_types(make):
     envs = make(NestedEnv, 2, backend="serial")
     action = jax.tree.map(jnp.asarray, envs.action_space.sample())

@@ -578,34 +578,6 @@ def test_an_env_that_ends_its_process_is_used_with_a_warning(make, capfd):
     assert "the forked process that stepped the env ended with exit code 3" in warned
 
 
-class Trusted:
-    """Has a copy protocol that jaxvec does not take unless the user trusts it."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __reduce__(self):
-        return Trusted, (self.count,)
-
-
-class WithTrusted(CountingEnv):
-    def step(self, action):
-        self.trusted = Trusted(getattr(self, "trusted", Trusted(0)).count + 1)
-        obs, *rest = super().step(action)
-        obs[3] = self.trusted.count
-        return obs, *rest
-
-
-def test_trusted_classes_are_saved_in_workers(make, backend):
-    envs = make(WithTrusted, 1, states=jaxvec.States(max=9, trust=[Trusted]), backend=backend)
-    envs.reset(seed=0)
-    envs.step([0])
-    state = envs.save()
-    assert envs.step([0]).obs[0, 3] == 2
-    envs.restore(state)
-    assert envs.step([0]).obs[0, 3] == 2
-
-
 class AskingAThread(gymnasium.Env):
     """Steps in a thread of its own, which a forked copy of the process lacks."""
 

@@ -147,21 +147,6 @@ def test_vmapped_loops_may_end_at_different_times(pool):
     assert len(set(np.asarray(together).tolist())) > 1
 
 
-def test_branches_that_differ_under_vmap(pool):
-    envs, _, state = pool
-
-    def choose(flag, state):
-        return jax.lax.cond(
-            flag,
-            lambda: jaxvec.simulate(envs, state, jnp.zeros(1, int))[1].obs,
-            lambda: jaxvec.simulate(envs, state, jnp.ones(1, int))[1].obs,
-        )
-
-    chosen = jax.jit(jax.vmap(choose))(np.arange(4) % 2 == 0, state[:, None])
-    _, timestep = envs.simulate(state, 1 - (np.arange(4) % 2 == 0))
-    np.testing.assert_array_equal(chosen[:, 0], timestep.obs)
-
-
 def test_calls_whose_results_nobody_reads_are_dropped(pool):
     envs, _, state = pool
     before = envs.stats().states

@@ -22,7 +22,6 @@ from support import disasters, probe
 from support.scripts import run_python
 from support.segments import KINDS, board
 
-import jaxvec
 from jaxvec import _native
 from jaxvec._engine import choice, dispatch
 from jaxvec._engine.move import Verb, requests
@@ -181,11 +180,6 @@ def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers)
     assert envs.get_attr("steps") == (300,) * num_envs
 
 
-def test_an_unknown_hand_off_is_refused():
-    with pytest.raises(ValueError, match="dispatch must be one of auto, native, portable, not 'pigeon'"):
-        disasters.make(CountingEnv, 1, dispatch="pigeon")
-
-
 def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
     def missing():
         raise _native.NativeUnavailableError("the native library was not built")
@@ -194,17 +188,6 @@ def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
     assert choice.choose_dispatch("portable") == "portable"
     with pytest.raises(ImportError, match="was not built"):
         disasters.make(CountingEnv, 1, dispatch="native")
-
-
-def test_doctor_says_what_is_active():
-    done = run_python("-m", "jaxvec", "doctor", check=True)
-    found = dict(
-        line.split(maxsplit=1)
-        for line in done.stdout.splitlines()
-        if line.split()[0] in ("jaxvec", "dispatch")
-    )
-    active = "native" if _native.reason_unavailable() is None else "portable"
-    assert found == {"jaxvec": jaxvec.__version__, "dispatch": active}
 
 
 # --- Short slices of the scheduler --------------------------------------------------------------

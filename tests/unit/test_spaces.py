@@ -260,21 +260,6 @@ def test_layout_message_does_not_grow_with_the_number_of_workers():
     assert abs(len(pickle.dumps(many)) - len(pickle.dumps(few))) < 100
 
 
-@policies
-def test_writing_a_row_leaves_all_others_alone(policy):
-    space = spaces.Dict(
-        {"a": spaces.Tuple((spaces.Discrete(9), spaces.Box(-1, 1, (2,)))), "b": spaces.MultiBinary(3)}
-    )
-    spec, _, arrays = make_rows(space, policy)
-    before = {path: array.copy() for path, array in arrays.items()}
-    _rows.writer(spec.obs, arrays)(1, {"a": (4, np.ones(2, np.float32)), "b": np.ones(3, np.int8)})
-    changed = {path for path, array in arrays.items() if not np.array_equal(array, before[path])}
-    assert changed == {leaf.path for leaf in leaves(spec.obs)}
-    for path in changed:
-        np.testing.assert_array_equal(arrays[path][[0, 2]], 0)
-        assert (arrays[path][1] != 0).all()
-
-
 # --- actions as they reach an env -------------------------------------------------------------
 
 KINDS = {
