@@ -180,8 +180,8 @@ def docs(session: nox.Session) -> None:
     """Build the site, with warnings as errors, in the folder that the variable SITE names."""
     site = Path(os.environ.get("SITE") or session.cache_dir / "site")
     session.install(f"{wheel(session)}[test]", "weasyprint", "--group", "docs")
-    pytest(session, "tests/docs/test_site.py")
-    session.run("mkdocs", "build", "--strict", "--site-dir", str(site))
+    session.env["SITE"] = str(site)
+    pytest(session, "tests/docs/test_site.py", may_skip="(?!)")  # which builds the site
     # Pages load no script, style, font or picture from another host. Mermaid's diagrams would.
     load = r"""<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>"""
     style = r"""(?:@import +|url\()["']?(?:https?:)?//[^)]*"""
@@ -251,7 +251,9 @@ def newest(session: nox.Session) -> None:
     # These tests leave dispatch and transport to the machine, so they run with the other ones as well.
     portable = ("--transport", "io_callback", "--dispatch", "portable")
     pytest(session, *portable, *files("pool", "oracle", "steps", "step_errors", "stress"))
-    pytest(session, "--start-method", "spawn", *files("faults", "faults", "close"))
+    # Not those of scripts and programs of their own, which choose their start method themselves.
+    in_this_process = ("-k", "not script and not program")
+    pytest(session, "--start-method", "spawn", *in_this_process, *files("faults", "faults", "close"))
     # The steps of the driver for a machine with a GPU, without the long ones.
     accelerator(session, "--short", "--only", "driver|calling|gpu|rates|learning|workers|interrupt")
 

@@ -27,9 +27,9 @@ def register():
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """Returns the folder of the site, built with warnings as errors."""
+    """Builds the site, warnings being errors, in the folder that SITE names, or a new one; returns it."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e . --group docs")
-    folder = tmp_path_factory.mktemp("site")
+    folder = Path(os.environ.get("SITE") or tmp_path_factory.mktemp("site"))
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT,
