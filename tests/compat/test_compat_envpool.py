@@ -488,26 +488,6 @@ def test_a_program_steps_some_envs():
             step(handle, jnp.zeros(2, int), jnp.zeros(2))
 
 
-def test_a_program_receives_first_ready_batches():
-    with envpool.make(counting(), num_envs=6, batch_size=2, recv_order="sent") as env:
-        handle, recv, _, step = env.xla()
-        env.async_reset()
-
-        @jax.jit
-        def rollout(handle):
-            handle, (*_, info) = recv(handle)
-
-            def body(_, carry):
-                handle, env_id, _ = carry
-                handle, (obs, *_, info) = step(handle, jnp.zeros(2, int), env_id)
-                return handle, info["env_id"], obs
-
-            return jax.lax.fori_loop(0, 11, body, (handle, info["env_id"], jnp.zeros((2, 4), jnp.int32)))
-
-        _, _, obs = rollout(handle)
-        assert obs[:, :3].tolist() == [[1, 3, 3]] * 2
-
-
 # --- tasks and errors --------------------------------------------------------------------------------------
 
 
@@ -616,17 +596,6 @@ def test_a_lost_life_ends_the_episode_but_not_the_game(make):
     env.reset()
     info = env.step(np.zeros(1, int))[-1]
     assert (info["lives"], info["elapsed_step"]) == (5, 1)  # reset by hand it is a new game
-
-
-@pytest.mark.usefixtures("_needs_ale")
-def test_the_same_seed_is_the_same_game(make):
-    games = [make("Pong-v5", num_envs=2, seed=seed) for seed in (3, 3, 4)]
-    first = [game.reset()[0] for game in games]
-    frames = [game.step(np.array([2, 3]))[0] for game in games]
-    np.testing.assert_array_equal(first[0], first[1])
-    np.testing.assert_array_equal(frames[0], frames[1])
-    assert not np.array_equal(first[0][1:], first[2][1:]) or not np.array_equal(first[0], first[2])
-    assert first[0].shape == (2, 4, 84, 84)
 
 
 @pytest.mark.usefixtures("_needs_ale")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -269,30 +267,3 @@ def test_pools_without_whole_episodes_are_refused(options):
         first = envs.reset(seed=0)
         with pytest.raises(ValueError, match="a Recorder needs a pool with final_obs and without batch_size"):
             Recorder(envs, first)
-
-
-@pytest.mark.filterwarnings("ignore:`.*` is set to None|env_spec is None:UserWarning")
-def test_minari_reads_back_what_was_recorded(tmp_path, monkeypatch):
-    minari = pytest.importorskip("minari")
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    with jaxvec.make(partial(LandscapeEnv), 2, info={"count": int}) as envs:
-        recorder = Recorder(envs, envs.reset(seed=1), seed=1)
-        for _ in range(40):
-            recorder.add(np.ones(2, int), envs.step(np.ones(2, int)))
-        spaces = {
-            "observation_space": envs.single_observation_space,
-            "action_space": envs.single_action_space,
-        }
-    episodes = recorder.take(cut=True)
-    buffers = [minari.data_collector.EpisodeBuffer(**one._asdict()) for one in episodes]
-    dataset = minari.create_dataset_from_buffers(
-        "cartpole/right-v0", buffers[:3], jpeg_encoding=False, **spaces
-    )
-    dataset.update_dataset_from_buffer(buffers[3:])
-    read = list(minari.load_dataset("cartpole/right-v0"))
-    assert len(read) == len(episodes) > 3
-    for one, episode in zip(read, episodes, strict=True):
-        for name in ("observations", "actions", "rewards", "terminations", "truncations", "infos"):
-            jax.tree.map(np.testing.assert_array_equal, getattr(one, name), getattr(episode, name))
-    metadata = list(dataset.storage.get_episode_metadata(range(len(episodes))))
-    assert [one.get("seed") for one in metadata] == [one.seed for one in episodes]

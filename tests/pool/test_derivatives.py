@@ -195,6 +195,7 @@ def test_a_loop_under_a_derivative_calls_as_often_as_without(make, transport, fu
     check(make, scan, function, DERIVATIVES[derivative], transport=transport)
 
 
+@pytest.mark.slow(but=7)
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 def test_every_call_runs_in_each_iteration_under_grad(make, function):
     check(make, scan, function, jax.grad, backend="serial")
