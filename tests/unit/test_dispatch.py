@@ -121,7 +121,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
         parent.send(operation, slots)
         assert parent.unfinished().tolist() == sorted(slots)
         owners = [w for w, (a, b) in enumerate(slices) if ((slots >= a) & (slots < b)).any()]
-        posted: list[int] = []
+        posts: list[list[int]] = []
         for w in data.draw(st.permutations(owners)):
             work = workers[w].receive()
             first, stop = slices[w]
@@ -130,12 +130,13 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
             for half in np.array_split(work.slots, data.draw(st.integers(1, 2))):
                 if half.size:
                     workers[w].post(half)
-                    posted += half.tolist()
+                    posts.append(half.tolist())
         while not parent.wait(slots, len(slots), 0):  # also to look at its sockets
             assert parent.start_poll(slots, len(slots), 60) == 0  # it need not sleep
         assert parent.unfinished().size == 0
         count = data.draw(st.integers(1, len(slots)))
-        assert parent.first_completed(np.array(posted), count).tolist() == posted[:count]
+        in_order, backwards = (np.concatenate(order) for order in (posts, posts[::-1]))
+        assert parent.first_completed(backwards, count).tolist() == in_order[:count].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
