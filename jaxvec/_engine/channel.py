@@ -81,13 +81,15 @@ class Channel:
         with self.sending:
             self._send_all(frame, deadline, descriptors)  # in one piece, so that the peer wakes once
 
-    def readable(self, deadline: float | None = 0) -> bool:
-        """Returns True if `receive` would not wait, at `deadline` at the latest."""
-        return _ready(self._socket, select.POLLIN, deadline)
+    def ready(self, deadline: float | None = 0, event: int = select.POLLIN) -> bool:
+        """Returns True if `receive`, or a send for `POLLOUT`, would not wait, at `deadline` at the latest."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0) * 1000))
 
     def has_ended(self) -> bool:
         """Returns True if the peer is dead, or has closed its end."""
-        return _ready(self._socket, 0, 0)  # POLLHUP is reported in any case
+        return self.ready(event=0)  # POLLHUP is reported in any case
 
     def receive(self, deadline: float | None = None) -> Any:
         """Waits for a message, or for `WAKE`.
@@ -108,16 +110,13 @@ class Channel:
             pass
         return message
 
-    def shut(self) -> None:
-        """Ends the stream to the peer, which then sees an end of file."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+    def shut(self, *, both: bool = False) -> None:
+        """Ends the stream to the peer, which then sees an end of file.
 
-    def break_off(self) -> None:
-        """Aborts a send that another thread is making."""
-        # Both ends see an end of file, also a thread that is in a system call on this socket.
+        With `both`, this end sees one, too, also a thread that is in a system call on this socket.
+        """
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR if both else socket.SHUT_WR)
 
     def replace(self, other: Channel) -> Channel:
         """Returns the channel of another worker under this one's descriptor number, which pollers keep."""
@@ -149,7 +148,7 @@ class Channel:
             try:
                 sent = self._socket.sendmsg([left], rights, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if not _ready(self._socket, select.POLLOUT, deadline):
+                if not self.ready(deadline, select.POLLOUT):
                     raise TimeoutError from None
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise EOFError from error
@@ -160,7 +159,7 @@ class Channel:
     def _skip_wakes(self) -> None:
         """Reads the wake bytes that have arrived so far, so that they do not pile up before a message."""
         # Polls first: a BlockingIOError caught here would be the context of a Ctrl-C that arrives meanwhile.
-        if not _ready(self._socket, select.POLLIN, 0.0):
+        if not self.ready():
             return
         with suppress(ConnectionResetError):
             arrived = self._socket.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -172,7 +171,7 @@ class Channel:
         """Reads `count` bytes, and keeps the descriptors that come with the first byte of a frame."""
         parts: list[bytes] = []
         while count:
-            if deadline is not None and not self.readable(deadline):
+            if deadline is not None and not self.ready(deadline):
                 raise TimeoutError
             try:
                 part, descriptors, _, _ = socket.recv_fds(self._socket, min(count, _CHUNK), 1)
@@ -196,9 +195,3 @@ def adopt_channel(descriptor: int) -> Channel:
     """Makes the worker's end from an inherited descriptor, which child processes then don't inherit."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))
-
-
-def _ready(sock: socket.socket, event: int, deadline: float | None) -> bool:
-    poll = select.poll()
-    poll.register(sock, event)
-    return bool(poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0) * 1000))

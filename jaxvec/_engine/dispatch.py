@@ -172,11 +172,10 @@ class PortableParentDispatch(ParentDispatch):
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         numbers = self._request_number + np.arange(1, len(slots) + 1)
         self._request_number += len(slots)
-        marks = requests(numbers, verb)
         self._marks.target[1] += 1
         try:
             fence()  # after the rows, and after the version became odd
-            self._requested[slots] = marks  # from now on the workers own the slots
+            self._requested[slots] = requests(numbers, verb)  # from now on the workers own the slots
             fence()
         finally:  # also after Ctrl-C, as workers wait for it
             self._marks.target[1] += 1
@@ -206,7 +205,7 @@ class PortableWorkerDispatch(WorkerDispatch):
 
     def idle(self) -> bool:
         while self._message is None and self.next_work(self._own) is None:
-            if not self._channel.readable():
+            if not self._channel.ready():
                 return True
             message = self._channel.receive()
             self._message = None if message is WAKE else message  # the work of a wake may be done already

@@ -70,7 +70,7 @@ class NativeWorkerDispatch(WorkerDispatch):
         self._taken = self._slots  # view of the latest length, as most requests have equal lengths
 
     def idle(self) -> bool:
-        return self.next_work(self._own) is None and not self._channel.readable()
+        return self.next_work(self._own) is None and not self._channel.ready()
 
     def receive(self) -> Any:
         while True:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
 import weakref
 from collections.abc import Sequence
 from pickle import PickleBuffer
@@ -56,7 +55,7 @@ class LargeBuffers:
         place = self._places.get(key)
         if place is None:
             if not self.descriptors:
-                self.descriptors.append(_create_memory())
+                self.descriptors.append(create_memory("arrays of jaxvec", as_file=True))
             place = self._places[key] = BufferPlace(self._end, raw.nbytes, raw.readonly)
             with size_advice(), open(self.descriptors[0], "wb", closefd=False) as memory:
                 memory.seek(self._end)
@@ -69,14 +68,6 @@ class LargeBuffers:
         while self.descriptors:
             os.close(self.descriptors.pop())
         self._buffers = []
-
-
-def _create_memory() -> int:
-    if sys.platform == "linux":
-        return create_memory("arrays of jaxvec")
-    # macOS can neither write to shared memory, nor enlarge it, nor map it privately.
-    with tempfile.TemporaryFile() as file:  # without a name
-        return os.dup(file.fileno())
 
 
 class PrivateMemory(mmap.mmap):

@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -226,9 +227,9 @@ def create_segment(layout: Layout) -> int:
             if sys.platform == "linux":
                 _allocate(fd, layout.present)
             os.ftruncate(fd, layout.nbytes)
-        if sys.platform == "linux":  # shrinking it would kill every process that touches the lost pages
-            with suppress(OSError):  # not in a sandbox, and not for memory of `shm_open`
-                seal(fd)
+        # Shrinking it would kill every process that touches the lost pages.
+        with suppress(OSError, AttributeError):  # not in a sandbox, on macOS, or for memory of `shm_open`
+            seal(fd)
     except BaseException:
         os.close(fd)
         raise
@@ -272,14 +273,21 @@ def whole_segment(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8, layout.present)
 
 
-def create_memory(name: str) -> int:
-    """Creates shared memory without a size; its name is shown in /proc, and need not be unique."""
+def create_memory(name: str, *, as_file: bool = False) -> int:
+    """Creates shared memory without a size; its name is shown in /proc, and need not be unique.
+
+    `as_file` is for memory that is written to by system calls, grows or is mapped privately. macOS refuses
+    that for memory of `shm_open`, so it is a temporary file there.
+    """
     if sys.platform == "linux":
         try:
             return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             if error.errno not in _DENIED:
                 raise
+    if as_file:
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
     # POSIX requires a unique name. It exists only between these two calls.
     import _posixshmem  # pyright: ignore[reportMissingImports]  # CPython's, used by `shared_memory`
 

@@ -71,7 +71,7 @@ class Connections:
 
         An env may have forked a process that keeps a dead worker's socket open.
         """
-        return self.processes[worker].ended() and not self.channels[worker].readable()
+        return self.processes[worker].ended() and not self.channels[worker].ready()
 
     def replace(self, worker: int, release: Callable[[], None]) -> None:
         """Kills a worker, and starts a new process. Calls `release` in between, while no thread sends.
@@ -86,7 +86,7 @@ class Connections:
         channels = self.channels
         old = processes[worker]
         old.end()
-        channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
+        channels[worker].shut(both=True)  # a thread that is blocked in a send to it gets an EOFError
         with channels[worker].sending:
             release()
         old.wait(timeout=1)  # a process that is stuck in a system call ends later
@@ -172,7 +172,7 @@ class Connections:
             for channel in self.channels:
                 stack.callback(channel.close)
             for channel in self.channels:  # ends sends of other threads, which hold a lock that `close` needs
-                stack.callback(channel.break_off)
+                stack.callback(channel.shut, both=True)
             for process in self.processes:
                 stack.callback(process.wait, timeout=_KILL_TIMEOUT)
             # Runs first: kills each process group, with all that a worker's envs have started. Before the

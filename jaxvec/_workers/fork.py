@@ -243,7 +243,7 @@ class Forker:
                 os.close(worker_end)
             with suppress(EOFError):  # the server may have refused, and closed its end
                 channel.send((env, affinity()), deadline=deadline)
-            if not channel.readable(deadline):
+            if not channel.ready(deadline):
                 raise TimeoutError(
                     "the fork server did not answer in time. If a module in preload is slow to import, "
                     "remove it, or pass a larger Timeouts(start=...)"

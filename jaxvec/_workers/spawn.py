@@ -42,8 +42,8 @@ class SpawnedWorker(Process):
         # Any thread may reap it: `Popen` has a lock for that, and sets `returncode` once.
         self._process = process
         self.pid = process.pid
-        dropped = weakref.finalize(self, _drop, process, os.getpid())
-        dropped.atexit = False  # pools that are closed at the program's end still wait for it
+        # Pools that are closed at the program's end still wait for it.
+        weakref.finalize(self, _drop, process, os.getpid()).atexit = False
 
     def wait(self, timeout: float) -> bool:
         # Not `Popen.wait`, which would reap it before the rest of its group is killed.
@@ -141,9 +141,8 @@ def start(
     with ExitStack() as stack:
         lifeline_end = _above_standard(lifeline.read_end(), stack)
         descriptor = _above_standard(descriptor, stack)
-        words = [lifeline_end, module, descriptor, *arguments]
         return subprocess.Popen(
-            [*command, *map(str, words)],
+            [*command, str(lifeline_end), module, *map(str, (descriptor, *arguments))],
             env=env,
             pass_fds=[lifeline_end, descriptor],
             stdin=subprocess.DEVNULL,

@@ -420,7 +420,7 @@ class Supervisor:
             time.sleep(_POLL_INTERVAL)
             for worker in missing:
                 try:
-                    if self.connections.channels[worker].readable():
+                    if self.connections.channels[worker].ready():
                         message = self.connections.channels[worker].receive(deadline)
                         if isinstance(message, failures.Report):
                             errors[worker] = failures.to_error(message, worker=worker)

@@ -392,7 +392,7 @@ def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
     envs.reset(seed=0)
     envs.recv()
     worker = probe.supervisor(envs).connections.channels[0]
-    while worker.readable():  # wakes for what was received
+    while worker.ready():  # wakes for what was received
         worker.receive()
     envs.send([HARM], [0])
     assert select.select([worker], [], [], PATIENCE)[0]  # its report is still unread

@@ -47,7 +47,7 @@ class LoopbackChannel:
     def receive(self):
         return dispatch.WAKE
 
-    def readable(self):
+    def ready(self):
         return False
 
 
