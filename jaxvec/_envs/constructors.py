@@ -289,8 +289,8 @@ def _import(module: str, env_id: str) -> None:
         if error.name != module.partition(".")[0]:
             raise  # of another package that the module needs
         raise ModuleNotFoundError(
-            f"{env_id}: there is no module {module!r}; correct the name, or install its package, as in pip "
-            f"install {PACKAGES.get(module, module)}",
+            f"{env_id}: there is no module {module!r}; start in the folder of {error.name}.py, set "
+            f"PYTHONPATH, or install a package, as in pip install {PACKAGES.get(module, module)}",
             name=error.name,
         ) from None
 
@@ -312,6 +312,8 @@ def find_spec(env_id: str) -> EnvSpec:
         advice = (
             f"The module {module} registers no such id; if it has the class of the env, pass the class."
             if module
+            else f"Import the class and pass it: jaxvec.make({name.rpartition('.')[2]}, …)."
+            if "." in name
             else "An id of your own is known after the import of the module that registers it. Name the "
             f'module in the id, jaxvec.make("MODULE:{name}", …), or pass the class: jaxvec.make(MyEnv, …).'
         )

@@ -175,6 +175,11 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
     rows = ctx.avals_in[0].shape[0]
     call.check_rows(rows, rows if call.elastic else call.spec.num_envs)
     devices = ctx.module_context.axis_context
+    if hasattr(devices, "manual_axes") and (automatic := {*devices.mesh.axis_names} - {*devices.manual_axes}):
+        raise NotImplementedError(
+            f"leave out axis_names in jax.shard_map: {call.verb.function} needs all axes of the mesh to be "
+            f"manual, but JAX shards {sorted(map(str, automatic))} by itself"
+        )
     if call.fresh and _copies(devices) > 1:
         raise EnvIdError(
             "jaxvec.reset(envs) in a program that several devices run would reset all envs on each device. "

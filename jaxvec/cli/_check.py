@@ -43,6 +43,10 @@ _IMPORTS_JAX = (
     "Each worker imports JAX, which takes memory and threads. Use NumPy in the env and in the variables of "
     "its modules; np.asarray converts arrays."
 )
+_NO_OPTIONS = (
+    "\nGymnasium resets with options=None, or with options={}. An option needs a default, as in "
+    "(options or {}).get(name, default)"
+)
 _NOT_RESUMED = (
     "{0}: in another process, which got the state, the env returned {4} at {2}, but {3} in the first one.\n"
     "Perhaps it uses the order of a set of strings, which is another in each run: sort it, or pass "
@@ -87,7 +91,7 @@ def _check_stages(target: Target) -> list[Check]:
         if lacks_package(error):
             raise  # a usage error, not a violation
         stage = _BUILDS if error.operation == "constructor" else _DATA
-        reason = str(error)
+        reason = f"{error}{_NO_OPTIONS if error.operation == 'reset' else ''}"
     except AssertionError as error:
         stage = _REPRODUCIBLE
         reason = str(error)

@@ -114,10 +114,11 @@ def _parse_kwargs(text: str) -> dict[str, Any]:
     return kwargs
 
 
-def _import(name: str, module: str, advice: str = "is it installed?") -> Any:
+def _import(name: str, module: str, advice: str = "") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        advice = advice or f"start in the folder of {error.name}.py, set PYTHONPATH, or install its package"
         raise UsageError(f"{name}: there is no module named {error.name!r}; {advice}") from error
     except Exception as error:
         raise UsageError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
@@ -139,12 +140,14 @@ def _callable(name: str, module: Any, rest: str) -> Any:
 
 def _checked(target: Target) -> Target:
     """Returns `target`, or raises `UsageError` if its id or the names of its arguments are wrong."""
+    module, _, name = target.name.rpartition(".")  # such as my_envs.Maze
+    callable_name = f"{module}:{name}" if module and ":" not in module else "MODULE:CLASS"
     try:
         target.env_fn()
     except gymnasium.error.Error as error:
         raise UsageError(
-            f"{target.name}: {error} On the command line, write MODULE:CLASS, or MODULE:ID if importing the "
-            "module registers it"
+            f"{target.name}: {error} On the command line, write {callable_name}, or MODULE:ID if importing "
+            "the module registers it"
         ) from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"{target.name}: {error}") from error

@@ -711,6 +711,16 @@ def test_first_ready_batches_of_a_program_that_xla_shards(make, mesh, explicit):
     np.testing.assert_array_equal(timestep.obs[:, 3], range(4))
 
 
+@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+def test_a_mesh_with_automatic_axes_is_refused(make, transport):
+    envs = make(CountingEnv, 2, transport=transport)
+    handle, _ = jaxvec.reset(envs, seed=0)
+    mesh = jax.make_mesh((1, 1), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = jax.shard_map(jaxvec.step, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
+    with pytest.raises(NotImplementedError, match=r"^leave out axis_names .*JAX shards \['m'\] by itself"):
+        jax.jit(step)(handle, jnp.zeros(2, int))
+
+
 def test_values_that_envs_and_programs_cannot_exchange_are_named(make):
     envs = make(CountingEnv, 2)
     handle, _ = jaxvec.reset(envs, seed=0)

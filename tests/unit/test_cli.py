@@ -497,7 +497,9 @@ def test_an_env_that_uses_its_memory_again_is_only_warned_of(run):
     [
         (["Nope-v0"], "Nope-v0: Environment `Nope` doesn't exist"),
         (["CartPole-v99"], "CartPole-v99: Environment version `v99`"),
-        (["no_such_module:f"], "there is no module named 'no_such_module'; is it installed?"),
+        (["no_such_module:f"], "there is no module named 'no_such_module'; start in the folder of no_such"),
+        (["my_package.envs.Steady"], "write my_package.envs:Steady, or MODULE:ID"),
+        (["my_package.envs.Steady"], "Import the class and pass it: jaxvec.make(Steady, …)"),
         (["my_package.envs:nothing"], "module 'my_package.envs' has no 'nothing'"),
         (["my_package.envs:three"], "three must be a callable that returns an env, not of type int"),
         (

@@ -9,6 +9,7 @@ import os
 import pickle
 import select
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -344,6 +345,11 @@ def _threads() -> str:
         return (
             "Perhaps it waits for a lock, or for another process that answers only the original. Such an env "
             "can't be saved; leave out states"
+        )
+    if "jax" in sys.modules:
+        return (
+            "The env uses JAX, whose threads a forked copy lacks. Use NumPy in the env, "
+            'jaxvec.adapters.replay.ReplayEnv, or backend="serial"'
         )
     named = f" ({', '.join(names)})" if names else ", of libraries in C"
     return (

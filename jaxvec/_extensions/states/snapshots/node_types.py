@@ -538,10 +538,13 @@ def save_trusted(saver: Saver, value: Any) -> Any:
     """Takes something that is on no list by its own copy protocol, if the user trusts that."""
     kind = type(value)
     if not isinstance(value, saver.trust):
+        advice = f"If copy.deepcopy copies it exactly, pass States(trust=[{kind.__qualname__}])."
+        if name_of(kind).startswith("jax"):
+            advice = "Keep a function of JAX in a variable of the module, not in the env."
         raise CannotCopy(
             f"it is a {name_of(kind)}, which jaxvec can't copy exactly",
-            f"If copy.deepcopy copies it exactly, pass States(trust=[{kind.__qualname__}]). Otherwise give"
-            " the env methods get_state() and set_state(state), or use jaxvec.adapters.replay.ReplayEnv",
+            f"{advice} Otherwise give the env methods get_state() and set_state(state), or use "
+            "jaxvec.adapters.replay.ReplayEnv",
         )
     return save_reduced(saver, value)
 
