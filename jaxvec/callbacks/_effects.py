@@ -37,8 +37,8 @@ EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: _EFFECT})(
 _COND = (
     "vmap of jax.lax.cond or switch, with a jaxvec call in a branch, and a predicate that differs between "
     "the vmapped instances: JAX would run all branches for all instances, and so step the wrong envs. Step "
-    "all envs and choose between the results with jnp.where, reset some envs with mask=, or use one "
-    "predicate for all instances"
+    "all envs and choose between the results with jnp.where, reset some envs with mask=, use one "
+    "predicate for all instances, or run them one by one with jax.custom_batching.sequential_vmap"
 )
 _WHILE = (
     "vmap of jax.lax.while_loop, with a jaxvec call in it, and a predicate that differs between the vmapped "

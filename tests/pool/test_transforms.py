@@ -721,6 +721,22 @@ def test_a_mesh_with_automatic_axes_is_refused(make, transport):
         jax.jit(step)(handle, jnp.zeros(2, int))
 
 
+def test_sequential_vmap_allows_predicates_that_differ(make):
+    envs = make(CountingEnv, 4, num_workers=1)
+    handle, _ = jaxvec.reset(envs, seed=0)
+
+    @jax.custom_batching.sequential_vmap
+    def step_if(token, predicate):
+        def step():
+            return jaxvec.step(handle.next(token), jnp.zeros(1, int))[0].token
+
+        return jax.lax.cond(predicate, step, lambda: token)
+
+    predicates = jnp.array([True, False, True, False])
+    jax.block_until_ready(jax.jit(jax.vmap(step_if))(handle.token[:, None], predicates))
+    assert envs.get_attr("steps") == (1, 0, 1, 0)
+
+
 def test_values_that_envs_and_programs_cannot_exchange_are_named(make):
     envs = make(CountingEnv, 2)
     handle, _ = jaxvec.reset(envs, seed=0)
