@@ -255,7 +255,7 @@ def newest(session: nox.Session) -> None:
     in_this_process = ("-k", "not script and not program")
     pytest(session, "--start-method", "spawn", *in_this_process, *files("faults", "faults", "close"))
     # The steps of the driver for a machine with a GPU, without the long ones.
-    accelerator(session, "--short", "--only", "driver|calling|gpu|rates|learning|workers|interrupt")
+    accelerator(session, "--short", "--only", "driver|calling|gpu|rates|learning|cores|interrupt")
 
 
 def accelerator(session: nox.Session, *arguments: str) -> None:

@@ -93,21 +93,6 @@ def _pong() -> gymnasium.Env[Any, Any]:
     return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.AtariPreprocessing(env), 4)
 
 
-def workers(answers: Answers, device: jax.Device, short: bool) -> None:
-    """Measures how the rate of a program on the CPU grows with workers, beside bare loops on all cores."""
-    for num_envs in (8,) if short else (64, 256, 1024):
-        load = Load(f"CartPole x {num_envs}", num_envs, env_id="CartPole-v1")
-        ways: dict[str, Any] = {
-            f"{number} workers": partial(
-                systems.jaxvec_scan, transport="ffi", dispatch="auto", num_workers=number
-            )
-            for number in ((1, 2) if short else (1, 2, 4, 8, 16))
-        }
-        ways["bare loops"] = systems.bare_loops
-        with jax.default_device(jax.devices("cpu")[0]):
-            answers.keep(load.name, lambda load=load, ways=ways: _rates(load, ways, short))
-
-
 def learning(answers: Answers, device: jax.Device, short: bool) -> None:
     """Trains PPO on the device: seconds until CartPole is solved, and the last figures of a while of Pong."""
     answers.keep("CartPole solved, s", lambda: "not run" if short else time_to_solve.jaxvec_seconds(seed=1))
@@ -130,4 +115,4 @@ def _pong_for_a_while() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(rates, workers, learning)
+    main(rates, learning)
