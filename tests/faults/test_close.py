@@ -412,6 +412,7 @@ def test_script_exit_closes_a_pool_with_a_replaced_worker():
     assert code == 0
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("way", WAYS, ids=str, indirect=True)
 def test_a_script_that_ends_with_an_error_says_so_once(way):
     code, _, err = run_to_end("raise ValueError('bad luck')", "driver.step()", way)

@@ -160,6 +160,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
 def test_ctrl_c_at_any_block_exit_leaves_a_pool_that_closes(way):
     with run_script(then=AT_EVERY_EXIT, way=way) as script:
@@ -251,6 +252,7 @@ def interrupt_at(n, call):
     return where
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("verb", ["reset", "step"])
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
 def test_ctrl_c_before_wait_leaves_no_untracked_env(drive, way, verb):
@@ -300,6 +302,7 @@ print(*[worker.pid for worker in driver.workers])
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own
 @pytest.mark.parametrize("way", WAYS[::2] + WAYS[1:2], ids=str, indirect=True)
 def test_interrupted_notebook_cell_raises_once_and_the_kernel_lives(way, kernel, tmp_path):
@@ -408,6 +411,7 @@ def stopped_at(line, worker):
         sys.settrace(None)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason="FFI")
 @pytest.mark.parametrize("verb", [jaxvec.reset, jaxvec.step], ids=["reset", "step"])
 def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatch, verb):

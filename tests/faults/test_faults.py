@@ -409,6 +409,7 @@ def test_after_a_timeout_no_row_of_the_slow_env_is_taken(drive, where, tmp_path)
     assert_broken(driver, caught.value)
 
 
+@pytest.mark.slow(but=1)
 def test_the_limit_of_a_reset_or_step_counts_for_each_env(drive):
     class Slow(CountingEnv):
         def reset(self, **kwargs):
@@ -483,6 +484,7 @@ def test_a_call_to_a_stopped_worker_times_out(make, size, dispatch):
 # --- Constructors -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("options", [{}, {"spare_envs": 2}, {"envs_per_instance": 1}], ids=str)
 def test_the_limit_of_a_start_counts_for_each_env(make, options):
     class Slow(CountingEnv):
@@ -584,6 +586,7 @@ def test_a_failed_constructor_does_not_wait_for_a_slow_one(new_workers):
 # --- What is not a disaster -------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @in_two_ways
 def test_megabytes_that_envs_print_into_a_pipe_come_through(way):
     """They wait for the pipe's reader, which the parent's own output goes to."""

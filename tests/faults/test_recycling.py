@@ -138,6 +138,7 @@ def assert_as_the_model(model, chosen, timesteps):
         assert_row(timestep, model.step(dict(enumerate(actions.tolist()))))
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 @pytest.mark.parametrize("way", [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback")])
 def test_each_field_of_each_row_in_a_compiled_loop(way, mode):
@@ -153,6 +154,7 @@ def test_each_field_of_each_row_in_a_compiled_loop(way, mode):
         assert not {*pids} & {*probe.pids(envs)}
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 def test_each_field_of_each_row_in_asynchronous_mode(dispatch, mode):

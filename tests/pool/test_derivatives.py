@@ -195,13 +195,13 @@ def test_a_loop_under_a_derivative_calls_as_often_as_without(make, transport, fu
     check(make, scan, function, DERIVATIVES[derivative], transport=transport)
 
 
-@pytest.mark.slow(but=7)
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 def test_every_call_runs_in_each_iteration_under_grad(make, function):
     check(make, scan, function, jax.grad, backend="serial")
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda function: function.__name__)
 def test_each_loop_under_a_derivative_calls_as_often_as_without(make, loop, derivative):

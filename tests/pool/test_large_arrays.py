@@ -54,6 +54,7 @@ def own_memory(envs):
     return [psutil.Process(worker.process.pid).memory_full_info().uss for worker in envs.stats().workers]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("writeable", [True, False])
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_workers_share_an_array(make, start_method, writeable):
@@ -86,7 +87,7 @@ class InAnObject(Looking):
         super().__init__(holder.table)
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("way", ["argument", "config", "list", "object"])
 def test_envs_share_an_argument_until_they_write_to_it(make, start_method, way):

@@ -254,7 +254,7 @@ def ends_of_steps(make_env, mode, seed, actions):
             env.reset()
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("mode", "batched"),

@@ -211,6 +211,7 @@ def test_autoreset_modes_are_compared(ours, wrapped, found):
         assert (result.spaces["autoreset"].port, result.spaces["autoreset"].original) == (ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_sum_in_another_order_is_within_a_tolerance():
     result = compare(make_port(order="second"), tolerances={"obs": 1.0, "obs/weights": 1e-6})
     leaf = result.leaves["obs/weights"]
@@ -220,6 +221,7 @@ def test_a_sum_in_another_order_is_within_a_tolerance():
     result.assert_equal()
 
 
+@pytest.mark.slow
 def test_free_running_episodes_end_at_their_first_difference():
     result = compare(make_port(late=True), mode="free_running")
     assert result.parted == result.leaves["reward"].different

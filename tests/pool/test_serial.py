@@ -245,6 +245,7 @@ class StateBatch(gymnasium.vector.SyncVectorEnv):
         super().__init__([StateEnv] * 2)
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("kind", ["single", "batched"])
 @pytest.mark.parametrize("size", [0, 40])
 @pytest.mark.parametrize("here", [True, False])

@@ -97,6 +97,7 @@ with jaxvec.make(Env, 1, workers=workers) as envs:
 """
 
 
+@pytest.mark.slow(but=1)
 @methods
 def test_arguments_flags_and_warning_filters_are_those_of_the_program(method):
     """As multiprocessing passes them: an env may read them, or behave differently under `-O`."""

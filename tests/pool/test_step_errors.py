@@ -100,6 +100,7 @@ with jaxvec.make(CountingEnv, 2, backend="serial") as envs:
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("jit", ["eager", "jit"])
 def test_a_handle_from_a_checkpoint_of_another_process_is_refused(tmp_path, jit):
     """Even after equally many calls: the envs would go on from another observation than the program."""

@@ -110,6 +110,7 @@ def test_vmap_of_a_jitted_rollout_equals_the_rollout_of_all(make, transport):
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_training_over_seeds_by_vmap_resets_the_pools_envs_once_each(serial, hand_offs, nested):
     """`jax.vmap(train)(keys)` with a pool of seeds x envs."""
@@ -160,6 +161,7 @@ def test_lanes_that_share_a_handle_are_refused(envs):
         jax.jit(jax.vmap(jaxvec.step, in_axes=(None, 0)))(handle, jnp.stack([ACTION, ACTION]))
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("verb", "call"),
@@ -188,6 +190,7 @@ def test_a_handle_split_for_vmap_is_refused_without_vmap(envs, verb, call, jit):
     jaxvec.step(handle, ACTION)  # which is still the latest
 
 
+@pytest.mark.slow(but=1)
 def test_part_of_a_handle_steps_its_envs_and_leaves_the_others(envs):
     handle, _ = jaxvec.reset(envs)
     odd, even = (jax.tree.map(lambda x, first=first: x[first::2], handle) for first in (1, 0))
@@ -241,6 +244,7 @@ def test_a_predicate_that_is_the_same_for_all_lanes(envs, hand_offs, kind):
     assert envs.get_attr("steps") == (5,) * 8
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("kind", ["cond", "switch", "while_loop"])
 @pytest.mark.parametrize("outer", [False, True], ids=["inner", "outer"])
 def test_a_predicate_that_differs_between_lanes_is_refused(envs, kind, outer):
@@ -274,6 +278,7 @@ def called_back(x):
     return x + 1
 
 
+@pytest.mark.slow(but=1)
 def test_training_over_seeds_evaluates_now_and_then(make, transport):
     """`lax.cond` around an evaluation, whose envs it resets, within `vmap` over seeds."""
     training = make(CountingEnv, 6, num_workers=2, transport=transport)
@@ -323,7 +328,7 @@ def loss(weight, handle):
 EXPECTED = 8 * (1 + 4 + 9 + 16 + 25)
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("mode", ["grad", "jvp", "jacfwd", "jacrev", "value_and_grad", "vjp"])
 def test_derivatives_take_what_envs_return_for_constant_and_step_once(envs, mode, jit):
@@ -501,7 +506,7 @@ def explicit_mesh(devices):
     return jax.make_mesh((devices,), ("d",), axis_types=axis_types, devices=jax.devices()[:devices])
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("kind", EXPLICIT)
@@ -517,6 +522,7 @@ def test_explicit_shardings_follow_the_handle(make, transport, kind, devices):
     assert "d" in jax.typeof(handle.token).sharding.spec
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 def test_explicit_shardings_of_saved_states(make, transport):
     envs = make(CountingEnv, 8, states=100, transport=transport)
@@ -635,6 +641,7 @@ def level(handle):
     return jaxvec.get_attr(handle, "steps", int)
 
 
+@pytest.mark.slow(but=1)
 def test_reads_under_the_transformations(envs, mesh):
     handle, _ = jaxvec.reset(envs)
     handle, _ = jaxvec.step(handle, ACTION)
@@ -677,6 +684,7 @@ def turn(handle, action):
     return jaxvec.recv(jaxvec.send(handle, action, jnp.arange(0, 8, 2)))
 
 
+@pytest.mark.slow(but=1)
 def test_first_ready_batches_under_the_transformations(halves, mesh):
     handle, _ = jaxvec.reset(halves)
     handle, _ = jaxvec.recv(handle)  # now all are received

@@ -430,6 +430,7 @@ def inputs(monkeypatch):
     return types
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("way", ["direct", "by JAX", "by Python"])
 def test_every_way_of_an_io_callback_gives_the_same_data(make, monkeypatch, inputs, device, way):
     jax.clear_caches()  # another way may have compiled the same program in this process

@@ -210,7 +210,7 @@ def play(
     return seen
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("mode", Autoreset)
 @pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
 @pytest.mark.parametrize("first_ready", [False, True], ids=["together", "one by one"])
