@@ -98,8 +98,8 @@ class _HostThread:
         """Waits for the end of a call, up to the limit for steps and to Ctrl-C."""
         # XLA runs a limited number of computations at a time. If the program has queued as many, one of the
         # env waits for them, and they for the env. Only an error of the program's call ends that.
+        check_interrupt = interrupts.since_now()  # first, as the user may answer the warning by Ctrl-C
         warnings.warn(_CALLS_JAX, stacklevel=2)
-        check_interrupt = interrupts.since_now()
         deadline = time.monotonic() + (math.inf if self._limit is None else self._limit)
         while not wait([call], timeout=_INTERRUPT_INTERVAL).done:
             check_interrupt()
