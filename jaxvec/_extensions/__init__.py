@@ -24,9 +24,8 @@ def make_states(config: PoolConfig) -> Extension | None:
 
 
 def make_module_values(config: PoolConfig) -> Extension | None:
-    """Returns none for batched envs, and if the envs' modules are not those of the program."""
-    workers_import = config.backend != "serial" and config.workers.python is None
-    if not workers_import or config.envs_per_instance is not None:
+    """Returns none if the envs' modules are those of the program, or of another Python."""
+    if config.backend == "serial" or config.workers.python is not None:
         return None
     from jaxvec._extensions.module_values import ValuesExtension
 

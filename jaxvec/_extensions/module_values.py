@@ -14,8 +14,9 @@ import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from itertools import takewhile
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.envs import layers_of
 from jaxvec._envs.slice import SliceExtension
 from jaxvec._extension import Extension
@@ -46,13 +48,14 @@ class ValuesExtension(Extension):
     """The comparison of a pool's workers with the program, which it makes once, when the pool starts."""
 
     def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
-        return SliceValues(env_slice)
+        return SliceExtension()
 
     def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
         values: ModuleValues = {}
-        for answer in pool.workers.request(SliceValues.read, lambda *_: (), limit="start"):
-            if isinstance(answer, dict):  # not the error of a worker that was replaced meanwhile
-                values |= answer
+        for answer in pool.workers.request(EnvAccess.map, _read_each, limit="start"):
+            # Not the error of a worker that was replaced meanwhile.
+            for values_of_env in answer if isinstance(answer, list) else ():
+                values |= values_of_env
         if (text := describe_changes(values)) is not None:
             stack = traceback.walk_stack(inspect.currentframe())
             own = takewhile(lambda entry: entry[0].f_globals["__name__"].startswith("jaxvec."), stack)
@@ -60,26 +63,23 @@ class ValuesExtension(Extension):
         return PoolExtension()
 
 
-class SliceValues(SliceExtension):
-    """The values in a worker."""
-
-    def __init__(self, env_slice: EnvSlice) -> None:
-        self._slots = env_slice.slots
-
-    def read(self) -> ModuleValues:
-        return module_values([*self._slots.envs, *self._slots.spares])
+def _read_each(first: int, stop: int) -> tuple[Any, ...]:
+    return range(first, stop), [()] * (stop - first), read_values
 
 
-def module_values(envs: Iterable[Any]) -> ModuleValues:
-    """Returns the values of the modules that define the classes of envs and wrappers."""
-    classes = {type(layer) for env in envs for layer in layers_of(env)}
-    names = {base.__module__ for kind in classes for base in kind.__mro__} - {"__main__"}
-    modules = {name: sys.modules[name] for name in names if name in sys.modules}
+def read_values(env: Any) -> ModuleValues:
+    """Returns the values of the modules that define the classes of an env and its wrappers, in a worker."""
+    names = {base.__module__ for layer in layers_of(env) for base in type(layer).__mro__} - {"__main__"}
     return {
-        name: {place: value for place, value in _values(module) if value is not None}
-        for name, module in modules.items()
-        if name.partition(".")[0] not in sys.stdlib_module_names
+        name: _read_module(name)
+        for name in names
+        if name in sys.modules and name.partition(".")[0] not in sys.stdlib_module_names
     }
+
+
+@cache  # for all envs of the worker
+def _read_module(name: str) -> dict[str, str | int]:
+    return {place: value for place, value in _values(sys.modules[name]) if value is not None}
 
 
 def describe_changes(values_of_workers: ModuleValues) -> str | None:

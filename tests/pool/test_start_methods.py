@@ -182,6 +182,9 @@ class Cart(CountingEnv):
     @staticmethod
     def color(): return "red"
 
+class Carts(gymnasium.vector.SyncVectorEnv):
+    def __init__(self): super().__init__([Cart] * 2)
+
 def make_cart(): return gymnasium.make("ACart-v0")
 
 gymnasium.register("ACart-v0", entry_point=Cart, max_episode_steps=9)
@@ -231,6 +234,8 @@ def test_a_value_that_only_the_program_has_changed_is_named_once(make, library, 
     change()
     with pytest.warns(UserWarning, match="; .*; .*, and 1 more"):
         make(library.Cart, 2, workers=workers)
+    with pytest.warns(UserWarning, match="SPEED is 3 here, but 1.0 in the workers"):
+        make(library.Carts, 2, envs_per_instance=2, workers=workers)
     make(library.Cart, 2, backend="serial")
     make(library.Cart, 2, workers=replace(workers, init=change))
 
