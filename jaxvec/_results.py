@@ -90,7 +90,11 @@ class TimeStep(NamedTuple, Generic[Array]):
         """
         info = self.info or {}
         if missing := [key for key in ("final_obs", "_final_obs") if key not in info]:
-            raise ValueError(_NO_LAST_OBS.format(missing=" and ".join(missing)))
+            raise ValueError(
+                f"last_obs: this time step has no {' and '.join(missing)} in its info. Make the pool with "
+                "final_obs=True, which is the default, and read last_obs before you replace the info; change "
+                "time steps by timestep._replace(...)"
+            )
         return select(info["_final_obs"], info["final_obs"], self.obs, "last_obs: obs")
 
     @property
@@ -119,22 +123,15 @@ class TimeStep(NamedTuple, Generic[Array]):
         # Programs may add keys, but without masks.
         keys = [sorted(key for key in part if f"_{key}" in part) for part in (_declared(info), final)]
         if keys[0] != keys[1]:
-            raise ValueError(_OTHER_KEYS.format(*keys))
+            raise ValueError(
+                f"last_info: info has the declared keys {keys[0]}, but final_info has {keys[1]}; read "
+                "last_info before you replace the info, or keep both"
+            )
         if not final:
             return {}
         mask = info.get("_final_obs")
         ended = self.done if mask is None else mask
         return select(ended, final, {key: info[key] for key in final}, "last_info: info")
-
-
-_NO_LAST_OBS = (
-    "last_obs: this time step has no {missing} in its info. Make the pool with final_obs=True, which is the "
-    "default, and read last_obs before you replace the info; change time steps by timestep._replace(...)"
-)
-_OTHER_KEYS = (
-    "last_info: info has the declared keys {}, but final_info has {}; read last_info before you replace the "
-    "info, or keep both"
-)
 
 
 def _declared(info: dict[str, Any]) -> dict[str, Any]:

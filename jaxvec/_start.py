@@ -31,11 +31,6 @@ from jaxvec._workers.process import LocalProcesses
 from jaxvec._workers.protocol import WorkerRecipe
 from jaxvec._workers.serial import SerialBackend
 
-_NO_GUARD = (
-    "a process of multiprocessing makes a pool while it imports the script, and so would each process that "
-    'its envs start; make the pool under `if __name__ == "__main__":`'
-)
-
 
 def start(
     env: Any,
@@ -69,7 +64,10 @@ def start(
         place: Target of the time steps that `VectorEnv` returns; `None` for NumPy arrays.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(_NO_GUARD)
+        raise RuntimeError(
+            "a process of multiprocessing makes a pool while it imports the script, and so would each "
+            'process that its envs start; make the pool under `if __name__ == "__main__":`'
+        )
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
     size = config.envs_per_instance

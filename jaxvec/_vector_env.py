@@ -34,14 +34,6 @@ from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._util import run_in_thread
 
-_TRACED = (
-    "VectorEnv.{name} got a traced array: this method runs in Python, once, while JAX traces the program, "
-    "and needs numbers. {advice}"
-)
-_TRACING = (
-    "VectorEnv.{name} was called while JAX traces a program. It would run now, once, and not when the "
-    "program runs. {advice}"
-)
 _NUM_CHECKED = 10  # calls of a pool that look for a program: a check of each would cost a step 1 µs
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -58,12 +50,18 @@ def _on_host(method: _Method) -> _Method:
             self._unchecked -= 1
             primitive: Any = sys.modules.get("jaxvec.callbacks._primitive")  # only if the program has JAX
             if primitive is not None and primitive.in_program() and not _is_traced((args, kwargs)):
-                raise TypeError(_TRACING.format(name=name, advice=advice))
+                raise TypeError(
+                    f"VectorEnv.{name} was called while JAX traces a program. It would run now, once, and "
+                    f"not when the program runs. {advice}"
+                )
         try:
             return method(self, *args, **kwargs)
         except (JaxvecError, TypeError, ValueError) as error:
             if _is_traced((args, kwargs)):
-                raise TypeError(_TRACED.format(name=name, advice=advice)) from None
+                raise TypeError(
+                    f"VectorEnv.{name} got a traced array: this method runs in Python, once, while JAX "
+                    f"traces the program, and needs numbers. {advice}"
+                ) from None
             if isinstance(error, JaxvecError):
                 error.with_traceback(None)
             raise

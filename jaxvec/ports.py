@@ -115,7 +115,11 @@ def compare_port(
     if mode not in ("one_step", "free_running"):
         raise ValueError(f"mode must be 'one_step' or 'free_running', not {mode!r}")
     if mode == "one_step" and set_state is None:
-        raise ValueError(_NO_SET_STATE)
+        raise ValueError(
+            "mode='one_step' sets the original to the port's state before each step, which needs set_state. "
+            "Pass set_state=lambda env, state: ..., or, if the original cannot be set to a state, "
+            "mode='free_running', whose episodes start from the original's own resets"
+        )
     if num_envs * num_steps >= 2**31:
         raise ValueError(
             f"{num_envs} envs of {num_steps} steps are too many to count; make several comparisons"
@@ -150,7 +154,11 @@ def compare_port(
     properties = {**compare_spaces(dict(zip(own, port_fields, strict=True)), own), **program.mismatches}
     observed = [leaf for path, leaf in leaves.items() if path.split("/")[0] == "obs" and leaf.different]
     if observed and all(leaf.at_ends == leaf.different for leaf in observed):
-        properties["autoreset"] = SpaceResult(_ENDS_DIFFER, own["autoreset"] or NOT_DECLARED, False)
+        properties["autoreset"] = SpaceResult(
+            "obs differ only in steps that end episodes, as if step reset the env",
+            own["autoreset"] or NOT_DECLARED,
+            False,
+        )
     return Comparison(
         mode=mode,
         set_to_states=set_state is not None,
@@ -164,14 +172,6 @@ def compare_port(
         parted_after=float(counts["parted_steps"]) / parted if parted else float("nan"),
         seconds=seconds,
     )
-
-
-_ENDS_DIFFER = "obs differ only in steps that end episodes, as if step reset the env"
-_NO_SET_STATE = (
-    "mode='one_step' sets the original to the port's state before each step, which needs set_state. Pass "
-    "set_state=lambda env, state: ..., or, if the original cannot be set to a state, mode='free_running', "
-    "whose episodes start from the original's own resets"
-)
 
 
 def replay(

@@ -27,15 +27,6 @@ OLD_GYM = (
 )
 
 
-_UNREGISTERED = (
-    "Ids of your own are known after the import of the module that registers them, and workers do not import "
-    'your script. Name the module in the id, as in gymnasium.make("MODULE:MyEnv-v0"), or pass the class of '
-    "the env, or the id itself, to jaxvec.make"
-)
-_NOT_INSTALLED = (
-    "Workers found no module {name!r}. Install its package for the Python that runs them, such as: "
-    "pip install {name}"
-)
 _ONE_INSTANCE = (
     "Another env was built in this process before. If the simulator allows one instance per process, give "
     "each env its own process: num_workers=num_envs"
@@ -44,12 +35,6 @@ SPARE = "a spare env"  # one without a slot, for an extension
 _NO_MORE_INSTANCES = (
     "This env is a further one in its process, for {use}. A simulator that allows one instance per process "
     "works without spare_envs, and with save and restore in place of simulate"
-)
-_FOREIGN_VECTOR = (
-    "{name} is a vector env without single_observation_space, which gymnasium.vector.VectorEnv has. Pass a "
-    "function that makes one env: jaxvec.make(make_env, num_envs). For a vector env of SuperSuit, whose envs "
-    "are the agents of a PettingZoo env, that is lambda: "
-    "jaxvec.adapters.pettingzoo.PettingZooEnv(parallel_env())"
 )
 
 
@@ -189,9 +174,17 @@ def build_env(
 def _advice(cause: BaseException | None) -> str:
     """Returns what to do about the exception of a constructor; an empty text if that is unknown."""
     if isinstance(cause, gymnasium.error.UnregisteredEnv):
-        return _UNREGISTERED
+        return (
+            "Ids of your own are known after the import of the module that registers them, and workers do "
+            'not import your script. Name the module in the id, as in gymnasium.make("MODULE:MyEnv-v0"), or '
+            "pass the class of the env, or the id itself, to jaxvec.make"
+        )
     if isinstance(cause, ModuleNotFoundError) and cause.name is not None:
-        return _NOT_INSTALLED.format(name=cause.name.partition(".")[0])
+        name = cause.name.partition(".")[0]
+        return (
+            f"Workers found no module {name!r}. Install its package for the Python that runs them, such as: "
+            f"pip install {name}"
+        )
     return ""
 
 
@@ -247,7 +240,12 @@ def check_vector(env: Any) -> None:
         declares(env, "num_envs") and not isinstance(env, type | gymnasium.Env)
     )
     if is_vector and not hasattr(env, "single_observation_space"):
-        raise TypeError(_FOREIGN_VECTOR.format(name=type(env).__name__))
+        raise TypeError(
+            f"{type(env).__name__} is a vector env without single_observation_space, which "
+            "gymnasium.vector.VectorEnv has. Pass a function that makes one env: jaxvec.make(make_env, "
+            "num_envs). For a vector env of SuperSuit, whose envs are the agents of a PettingZoo env, that "
+            "is lambda: jaxvec.adapters.pettingzoo.PettingZooEnv(parallel_env())"
+        )
 
 
 def _check_kind(env: Any, size: int | None) -> None:

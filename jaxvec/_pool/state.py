@@ -44,11 +44,6 @@ from jaxvec._workers.base import WorkerGroup
 _BROKEN_CLOSE_TIMEOUT = 1.0  # seconds that close() gives the envs of a broken pool
 _RELEASE_TIMEOUT = 1.0  # seconds that close() waits for other threads once the workers are gone
 
-_FOREIGN_HANDLE = (
-    "the handle was made by another process, and only refers to the envs of that process. Start with "
-    "jaxvec.reset(envs). In checkpoints, keep the bytes of envs.pack_states() instead of a handle"
-)
-
 
 class PoolFinalizer:
     """Closes a pool once."""
@@ -207,7 +202,11 @@ class PoolState:
                 calls = generation - engine.first_generation
                 stale = int(np.flatnonzero(calls != latest_calls)[0])
                 if calls[stale] > latest_calls[stale]:
-                    raise StaleHandleError(_FOREIGN_HANDLE)
+                    raise StaleHandleError(
+                        "the handle was made by another process, and only refers to the envs of that "
+                        "process. Start with jaxvec.reset(envs). In checkpoints, keep the bytes of "
+                        "envs.pack_states() instead of a handle"
+                    )
                 raise StaleHandleError(
                     f"stale handle: it is from call {calls[stale]} to env {env_ids[stale]} of pool "
                     f"{self._pool_id}, but the latest is call {latest_calls[stale]}, by "

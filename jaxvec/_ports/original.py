@@ -79,7 +79,10 @@ class Original(gymnasium.Env[Any, Any]):
             try:
                 self._set_state(self._env, action["state"])
             except Exception as error:
-                raise RuntimeError(_NOT_SET) from error
+                raise RuntimeError(
+                    "set_state could not set the original to a state of the port, see the error above. If "
+                    "the original has no such state, leave set_state out and pass mode='free_running'"
+                ) from error
         obs, reward, terminated, truncated, info = self._env.step(action["action"])
         self._ended = bool(terminated or truncated)
         return {"obs": obs, "terminated": terminated, "truncated": truncated}, reward, False, False, info
@@ -87,12 +90,6 @@ class Original(gymnasium.Env[Any, Any]):
     def close(self) -> None:
         """Closes the original."""
         self._env.close()
-
-
-_NOT_SET = (
-    "set_state could not set the original to a state of the port, see the error above. If the original has "
-    "no such state, leave set_state out and pass mode='free_running'"
-)
 
 
 def _find_wrapper(env: Any, wrapper: type) -> Any:

@@ -57,23 +57,14 @@ from jaxvec._workers.protocol import (
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
 # imports JAX.
 
-_IMPORT_HINT = (
-    "The object was pickled by reference to module {!r}, which this worker can't import. Move its definition "
-    "to a module on sys.path, or call cloudpickle.register_pickle_by_value(module) first. A script that runs "
-    "under runpy.run_path(run_name=...) is not on sys.path."
-)
-
-
-_NO_PROMPT = (
-    "breakpoint() can't prompt in a worker process, which has no terminal. Make the pool with "
-    'backend="serial": then the envs run in the program itself, where every debugger works'
-)
-
 
 def _refuse_breakpoint(*args: Any, **kwargs: Any) -> Any:
     """Replaces `sys.breakpointhook`, unless `PYTHONBREAKPOINT` names another debugger."""
     if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):
-        raise RuntimeError(_NO_PROMPT)
+        raise RuntimeError(
+            "breakpoint() can't prompt in a worker process, which has no terminal. Make the pool with "
+            'backend="serial": then the envs run in the program itself, where every debugger works'
+        )
     return sys.__breakpointhook__(*args, **kwargs)
 
 
@@ -284,7 +275,13 @@ def _unpickle(data: bytes, buffers: Sequence[memoryview] = ()) -> Any:
     try:
         return pickle.loads(data, buffers=buffers)
     except ModuleNotFoundError as error:
-        add_note(error, _IMPORT_HINT.format(error.name))
+        add_note(
+            error,
+            f"The object was pickled by reference to module {error.name!r}, which this worker can't import. "
+            "Move its definition to a module on sys.path, or call "
+            "cloudpickle.register_pickle_by_value(module) first. A script that runs under "
+            "runpy.run_path(run_name=...) is not on sys.path.",
+        )
         raise
 
 

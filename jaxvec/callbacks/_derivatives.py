@@ -22,20 +22,6 @@ from jax.interpreters import partial_eval
 
 from jaxvec.callbacks._effects import EFFECT
 
-_SCAN = (
-    "a derivative through jax.lax.scan, map or fori_loop with a jaxvec call in the loop, which JAX would run "
-    "another number of times than without the derivative. Put the handle into the carry, and call jaxvec "
-    "outside of functions with custom derivatives"
-)
-_WHILE = (
-    "a derivative through jax.lax.while_loop, or a fori_loop of traced length, with a jaxvec call in the "
-    "loop: JAX would run the loop again for the derivative, and so step the envs again. Use jax.lax.scan, "
-    "jax.jvp or jax.jacfwd, or pass what goes into the loop through jax.lax.stop_gradient"
-)
-_INDIRECT = (
-    "a derivative through a loop with a jaxvec call in the loop, while jax_use_direct_linearize is off: JAX "
-    "would run the call another number of times than without the derivative. Turn the option on"
-)
 _LOOP_BODY = "jaxvec_loop_body"
 
 
@@ -56,7 +42,11 @@ def _linearize_scan(rule: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
             outputs = jaxpr_as_fun(program)(*args[-num_primals:])
             results, residuals = jax.tree.unflatten(structure, outputs)
             return results, nonzero, *residuals, tangent_function
-    raise NotImplementedError(_SCAN)
+    raise NotImplementedError(
+        "a derivative through jax.lax.scan, map or fori_loop with a jaxvec call in the loop, which JAX "
+        "would run another number of times than without the derivative. Put the handle into the carry, and "
+        "call jaxvec outside of functions with custom derivatives"
+    )
 
 
 def _linearize_while(rule: Any, *args: Any, **params: Any) -> Any:
@@ -65,7 +55,12 @@ def _linearize_while(rule: Any, *args: Any, **params: Any) -> Any:
         num_primals = params["cond_nconsts"] + len(params["body_jaxpr"].in_avals)
         _, _, nonzero, _ = _trace(linearize, args, num_primals)
         if any(nonzero):
-            raise NotImplementedError(_WHILE)
+            raise NotImplementedError(
+                "a derivative through jax.lax.while_loop, or a fori_loop of traced length, with a jaxvec "
+                "call in the loop: JAX would run the loop again for the derivative, and so step the envs "
+                "again. Use jax.lax.scan, jax.jvp or jax.jacfwd, or pass what goes into the loop through "
+                "jax.lax.stop_gradient"
+            )
     return linearize(*args)
 
 
@@ -112,7 +107,11 @@ def _evaluate_jit(rule: Any, trace: Any, *operands: Any, **params: Any) -> Any:
 
 def _evaluate_loop(rule: Any, trace: Any, *operands: Any, **params: Any) -> Any:
     if not getattr(jax.config, "jax_use_direct_linearize", True) and _count_calls(params):
-        raise NotImplementedError(_INDIRECT)
+        raise NotImplementedError(
+            "a derivative through a loop with a jaxvec call in the loop, while jax_use_direct_linearize is "
+            "off: JAX would run the call another number of times than without the derivative. Turn the "
+            "option on"
+        )
     return rule(trace, *operands, **params)
 
 

@@ -34,24 +34,18 @@ EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: _EFFECT})(
 # with only such calls from C++, from its second run on, and then raises a plain ValueError for their errors.
 (PURE_EFFECT,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
 
-_COND = (
-    "vmap of jax.lax.cond or switch, with a jaxvec call in a branch, and a predicate that differs between "
-    "the vmapped instances: JAX would run all branches for all instances, and so step the wrong envs. Step "
-    "all envs and choose between the results with jnp.where, reset some envs with mask=, use one "
-    "predicate for all instances, or run them one by one with jax.custom_batching.sequential_vmap"
-)
-_WHILE = (
-    "vmap of jax.lax.while_loop, with a jaxvec call in it, and a predicate that differs between the vmapped "
-    "instances: JAX would step the envs of all instances until the last is done. Use one predicate for all "
-    'instances, such as .all() of theirs; with autoreset_mode="EPISODIC", envs that are done stay idle'
-)
-
 
 def _batch_cond(rule: Any, axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
     # The index of `platform_dependent` may be batched, but is equal for all vmapped instances.
     differs = dims[0] is not None and "branches_platforms" not in params
     if differs and any(EFFECT in branch.effects for branch in branches):
-        raise NotImplementedError(_COND)
+        raise NotImplementedError(
+            "vmap of jax.lax.cond or switch, with a jaxvec call in a branch, and a predicate that differs "
+            "between the vmapped instances: JAX would run all branches for all instances, and so step the "
+            "wrong envs. Step all envs and choose between the results with jnp.where, reset some envs with "
+            "mask=, use one predicate for all instances, or run them one by one with "
+            "jax.custom_batching.sequential_vmap"
+        )
     return rule(axis_data, args, dims, branches=branches, **params)
 
 
@@ -64,7 +58,12 @@ def _batch_while(rule: Any, *args: Any, cond_jaxpr: Any, body_jaxpr: Any, **para
     except Exception as error:
         if "batched predicate" not in str(error):
             raise
-        raise NotImplementedError(_WHILE) from None
+        raise NotImplementedError(
+            "vmap of jax.lax.while_loop, with a jaxvec call in it, and a predicate that differs between the "
+            "vmapped instances: JAX would step the envs of all instances until the last is done. Use one "
+            'predicate for all instances, such as .all() of theirs; with autoreset_mode="EPISODIC", envs '
+            "that are done stay idle"
+        ) from None
 
 
 def _with_jax_effect(jaxpr: Any) -> Any:

@@ -92,11 +92,6 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
-_IN_PROGRAM = (
-    "jaxvec.make was called while JAX traces a program, as in jit or scan. Python code runs only once there, "
-    "and the pool would end before the program runs. Make the pool outside: envs = jaxvec.make(...), then "
-    "handle, timestep = jaxvec.reset(envs) outside or inside the program"
-)
 _RECORDS = (Workers, Restart, States, Timeouts, Backend)
 
 # Keywords of other libraries' functions that make vector envs, with advice.
@@ -279,7 +274,11 @@ def make(
         "timeouts": timeouts,
     }
     if _primitive.in_program():
-        raise RuntimeError(_IN_PROGRAM)
+        raise RuntimeError(
+            "jaxvec.make was called while JAX traces a program, as in jit or scan. Python code runs only "
+            "once there, and the pool would end before the program runs. Make the pool outside: envs = "
+            "jaxvec.make(...), then handle, timestep = jaxvec.reset(envs) outside or inside the program"
+        )
     env = constructors.listed(env)
     try:
         config = PoolConfig(**options)

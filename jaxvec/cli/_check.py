@@ -39,10 +39,6 @@ _GYMNASIUM = "Gymnasium's check_env"
 
 _UNWRAPPED = "different from the unwrapped version"  # part of a warning about any wrapper
 _REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
-_IMPORTS_JAX = (
-    "Each worker imports JAX, which takes memory and threads. Use NumPy in the env and in the variables of "
-    "its modules; np.asarray converts arrays."
-)
 _NO_OPTIONS = (
     "\nGymnasium resets with options=None, or with options={}. An option needs a default, as in "
     "(options or {}).get(name, default)"
@@ -144,7 +140,13 @@ def _check_options(target: Target) -> list[Check]:
             for _ in range(_WORKER_STEPS):
                 envs.step(pad(space, [space.sample()]))
             if any(envs.map(_in_workers.imports_jax)):
-                checks[0] = Check(_NO_JAX, WARN, _IMPORTS_JAX, 1)
+                checks[0] = Check(
+                    _NO_JAX,
+                    WARN,
+                    "Each worker imports JAX, which takes memory and threads. Use NumPy in the env and in "
+                    "the variables of its modules; np.asarray converts arrays.",
+                    1,
+                )
             envs.reset()
             state = envs.save()
             for _ in range(_WORKER_STEPS):

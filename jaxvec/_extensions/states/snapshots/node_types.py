@@ -379,7 +379,10 @@ def save_bits(saver: Saver, value: Any) -> Any:
     num_spawned = 0
     if kind is np.random.SeedSequence:
         if id(sequence) in saver.sequences:
-            raise CannotCopy("its SeedSequence is that of another generator, too", _SPAWN)
+            raise CannotCopy(
+                "its SeedSequence is that of another generator, too",
+                "Give each its own, such as one of SeedSequence.spawn(2)",
+            )
         saver.sequences.add(id(sequence))
         num_spawned = sequence.n_children_spawned
     elif sequence is None or kind is np.random.bit_generator.SeedlessSeedSequence:
@@ -387,9 +390,6 @@ def save_bits(saver: Saver, value: Any) -> Any:
     else:
         raise CannotCopy(f"its seeds are a {name_of(kind)}, which may hold more than NumPy's SeedSequence")
     return saver.remember(value, BitGenerator(type(value), value.state, sequence, num_spawned))
-
-
-_SPAWN = "Give each its own, such as one of SeedSequence.spawn(2)"
 
 
 @dataclass(slots=True, eq=False)
