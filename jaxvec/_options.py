@@ -273,11 +273,10 @@ LimitName = Literal["start", "reset", "step"]  # a field of `Timeouts`
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits in seconds, for `make(timeouts=...)`, up to 2,000,000. The serial backend has none.
+    """Time limits in seconds, for `make(timeouts=...)`, up to 2,000,000.
 
-    It limits only the steps of envs that call JAX in a program, where they can wait for each other.
-
-    `None` and `float("inf")` mean no limit.
+    The serial backend has only that of a step, for envs that call JAX, in programs: each could wait for the
+    other there. `None` and `float("inf")` mean no limit.
 
     Attributes:
         start: Limit for the start of a worker with its first env, and for each further env that it builds;

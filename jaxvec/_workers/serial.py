@@ -73,9 +73,9 @@ class _HostThread:
         self.apart: ThreadPoolExecutor | None = None  # for envs that call JAX
         # Floating-point states: this thread's, and that of the thread which calls `run`. The pool lets one
         # thread at a time call it.
-        self._own_floats = ctypes.create_string_buffer(_FLOAT_STATE)
+        self.own_floats = ctypes.create_string_buffer(_FLOAT_STATE)
         self._floats_of_caller = ctypes.create_string_buffer(_FLOAT_STATE)
-        _read_floats(self._own_floats)
+        _read_floats(self.own_floats)
 
     def run(self, call: Callable[..., T], *args: Any) -> T:
         """Calls a function in this state, and restores that of the calling thread."""
@@ -88,7 +88,7 @@ class _HostThread:
             if self.apart is not None:
                 return self._run_apart(self.apart.submit(call, *args))
         _read_floats(self._floats_of_caller)
-        _write_floats(self._own_floats)
+        _write_floats(self.own_floats)
         try:
             return call(*args)
         finally:
@@ -181,7 +181,8 @@ class SerialWorkers(WorkerGroup):
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
                 if any(map(_calls_jax, self._envs)):
                     interrupts.watch()
-                    self._host.apart = ThreadPoolExecutor(1)
+                    floats = (self._host.own_floats,)  # a new thread would have those of the program's
+                    self._host.apart = ThreadPoolExecutor(1, initializer=_write_floats, initargs=floats)
                 description = describe(
                     self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
                 )

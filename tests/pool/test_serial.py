@@ -240,13 +240,19 @@ class StateEnv(gymnasium.Env):
         return self.observe(), 0.0, False, False, {}
 
 
+class JaxStateEnv(StateEnv):
+    def render(self):
+        return jnp.zeros(())
+
+
 class StateBatch(gymnasium.vector.SyncVectorEnv):
     def __init__(self):
         super().__init__([StateEnv] * 2)
 
 
+@pytest.mark.filterwarnings('ignore:use backend="process"')  # of the envs that call JAX
 @pytest.mark.slow(but=6)
-@pytest.mark.parametrize("kind", ["single", "batched"])
+@pytest.mark.parametrize("kind", ["batched", "single", "calls JAX"])
 @pytest.mark.parametrize("size", [0, 40])
 @pytest.mark.parametrize("here", [True, False])
 def test_envs_have_the_thread_state_of_the_host_in_programs_of_every_size(serial, here, size, kind):
@@ -254,7 +260,8 @@ def test_envs_have_the_thread_state_of_the_host_in_programs_of_every_size(serial
 
     def run():
         with np.errstate(over="raise"), ThreadPoolExecutor() as threads:
-            envs = serial(StateEnv, 2) if kind == "single" else make_batch()
+            env = JaxStateEnv if kind == "calls JAX" else StateEnv
+            envs = make_batch() if kind == "batched" else serial(env, 2)
             handle, first = jaxvec.reset(envs)
 
             @jax.jit
