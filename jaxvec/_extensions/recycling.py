@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 _LOOK_INTERVAL_NS = 100_000_000  # between reads of /proc, which take about 50 µs
 
-_TOO_LOW = (
-    "exceeds Recycle(memory=...) in the first step of a new process, so every second result of its envs is "
-    "truncated. Raise the limit"
-)
-
 
 @dataclass(frozen=True)
 class Recycling(Extension):
@@ -63,8 +58,11 @@ class Usage(SliceExtension):
         is_first_look = not self._next_look_ns
         self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
         if limits.memory is not None and memory_of(family_of(os.getpid())) >= limits.memory:
-            warning = _TOO_LOW if is_first_look else ""
-            return Retirement(f"it has reached memory={limits.memory:,}", warning)
+            too_low = (
+                "exceeds Recycle(memory=...) in the first step of a new process, so every second result of "
+                "its envs is truncated. Raise the limit"
+            )
+            return Retirement(f"it has reached memory={limits.memory:,}", too_low if is_first_look else "")
         if limits.descriptors is not None and len(os.listdir("/proc/self/fd")) >= limits.descriptors:
             return Retirement(f"it has reached descriptors={limits.descriptors:,}")
         return None

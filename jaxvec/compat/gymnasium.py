@@ -132,8 +132,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 # --- Base class of both vector envs: a pool behind Gymnasium's `VectorEnv` -------------------------------
 
-_NOT_CALLABLE = ("reset", "step", "close", "_setattr", "_check_spaces")  # as in Gymnasium
-
 
 class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     """A `gymnasium.vector.VectorEnv` over a pool. Abstract.
@@ -229,7 +227,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         kwargs: dict[str, Any],
         on_started: Callable[[], None] | None = None,
     ) -> tuple[Any, ...]:
-        if name in _NOT_CALLABLE:
+        if name in ("reset", "step", "close", "_setattr", "_check_spaces"):  # as in Gymnasium
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         pool = pool_of(self.pool)
         arguments_of_envs = [args] * self.num_envs
