@@ -119,7 +119,8 @@ _CALLS_JAX = (
 def _calls_jax(env: Any) -> bool:
     """Returns True if a method of an env or of a wrapper names a module of JAX, or an attribute is of JAX."""
     attributes = getattr(env, "__dict__", {})
-    modules = {type(value).__module__ for value in attributes.values()}
+    # Some classes of SWIG have no module.
+    modules = {str(getattr(type(value), "__module__", "")) for value in attributes.values()}
     for method in (value for cls in type(env).__mro__ for value in vars(cls).values()):
         if isinstance(method, FunctionType):
             named = [method.__globals__.get(name) for name in method.__code__.co_names]

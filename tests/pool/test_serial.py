@@ -321,6 +321,22 @@ jax.block_until_ready(handle)
 """
 
 
+def test_an_attribute_whose_class_has_no_module_is_fine(serial):
+    class WithoutModule(type):
+        @property
+        def __module__(cls):
+            raise AttributeError("__module__")
+
+    class Env(CountingEnv):
+        world = None
+
+        def __init__(self):
+            super().__init__()
+            self.world = WithoutModule("World", (), {})()
+
+    assert serial(Env, 2).reset(seed=0).obs.shape == (2, 4)
+
+
 @needs_ffi
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 @pytest.mark.parametrize(("limit", "error"), [(2, "EnvTimeoutError"), (1000, "KeyboardInterrupt")])
