@@ -25,17 +25,7 @@ OLD_GYM = (
     "Wrap an env of old Gym in shimmy.GymV21CompatibilityV0(env=...) if its step returns four values, or in "
     "shimmy.GymV26CompatibilityV0(env=...)"
 )
-
-
-_ONE_INSTANCE = (
-    "Another env was built in this process before. If the simulator allows one instance per process, give "
-    "each env its own process: num_workers=num_envs"
-)
 SPARE = "a spare env"  # one without a slot, for an extension
-_NO_MORE_INSTANCES = (
-    "This env is a further one in its process, for {use}. A simulator that allows one instance per process "
-    "works without spare_envs, and with save and restore in place of simulate"
-)
 
 
 class EnvFailure(Exception):
@@ -155,7 +145,14 @@ def build_env(
         try:
             with EnvErrorContext(env_id, "constructor"):
                 if known:
-                    advice = _NO_MORE_INSTANCES.format(use=use) if use else _ONE_INSTANCE
+                    advice = (
+                        f"This env is a further one in its process, for {use}. A simulator that allows one "
+                        "instance per process works without spare_envs, and with save and restore in place "
+                        "of simulate"
+                        if use
+                        else "Another env was built in this process before. If the simulator allows one "
+                        "instance per process, give each env its own process: num_workers=num_envs"
+                    )
                 env = env_fn()
                 advice = ""
                 _check_kind(env, size)

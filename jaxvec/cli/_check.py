@@ -37,8 +37,6 @@ _NO_JAX = "workers with it do not import JAX"
 _SAVED = "its states can be saved, also late in an episode"
 _GYMNASIUM = "Gymnasium's check_env"
 
-_UNWRAPPED = "different from the unwrapped version"  # part of a warning about any wrapper
-_REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
 _NO_OPTIONS = (
     "\nGymnasium resets with options=None, or with options={}. An option needs a default, as in "
     "(options or {}).get(name, default)"
@@ -210,10 +208,11 @@ def _check_with_gymnasium(target: Target) -> Check:
         outcome = _check(_GYMNASIUM, check)
     # Without the terminal colours and the mark that Gymnasium adds.
     texts = [re.sub(r"\x1b\[[\d;]*m", "", str(warning.message)).removeprefix("WARN: ") for warning in caught]
-    reuses = _REUSE in outcome.reason
+    reuses = "share an object" in outcome.reason  # Gymnasium's error for envs that return one array twice
     if reuses:  # harmless: a worker copies each observation before the env's next call
         texts.append(f"{outcome.reason} jaxvec copies observations, so its pools work with this env.")
-    texts = list(dict.fromkeys(text for text in texts if not (target.has_mask and _UNWRAPPED in text)))
+    of_wrappers = "different from the unwrapped version"
+    texts = list(dict.fromkeys(text for text in texts if not (target.has_mask and of_wrappers in text)))
     if outcome.status == FAIL and not reuses:
         return Check(_GYMNASIUM, FAIL, "\n".join([outcome.reason, *texts]), len(texts))
     return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -398,7 +399,9 @@ def training(
         sys.stderr.write("interrupted\n")
         raise Interrupted from None
     except (JaxvecError, gymnasium.error.Error, OSError, ImportError) as error:
-        print(f"{program}: {str(error).splitlines()[0]}", file=sys.stderr)
+        places = re.findall(r'"[^"]+", line \d+', getattr(error, "remote_traceback", ""))
+        place = f" ({places[-1]})" if places else ""  # of the env's code
+        print(f"{program}: {str(error).splitlines()[0]}{place}", file=sys.stderr)
         raise SystemExit(1) from error
     finally:
         if extra and is_new and not opened.env_steps:

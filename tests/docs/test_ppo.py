@@ -501,7 +501,10 @@ def test_an_env_that_fails_ends_ppo_with_one_line(method, register, capfd):
     assert caught.value.code == 1
     lines = [line for line in capfd.readouterr().err.splitlines() if line != "compiling"]
     assert len(lines) == 1
-    assert re.match(rf"ppo: env . \(worker 0\) raised ValueError in {method}.*: of the env$", lines[0])
+    assert re.match(
+        rf"ppo: env . \(worker 0\) raised ValueError in {method}.*: of the env \(\".*\", line \d+\)$",
+        lines[0],
+    )
     assert not Path("runs/a").exists()
     run = TrainingRun("runs/b")
     run.options = ppo.Config(env="Faulty-v0")
