@@ -23,7 +23,6 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +33,7 @@ from jaxvec._engine.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.copies import copied
-from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
+from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs, layers_of
 from jaxvec._envs.slice import Arguments, EnvSettings, MethodName
 from jaxvec._errors import EnvError, EnvStateError, EnvTimeoutError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
@@ -118,16 +117,16 @@ _CALLS_JAX = (
 
 def _calls_jax(env: Any) -> bool:
     """Returns True if a method of an env or of a wrapper names a module of JAX, or an attribute is of JAX."""
-    attributes = getattr(env, "__dict__", {})
-    # Some classes of SWIG have no module.
-    modules = {str(getattr(type(value), "__module__", "")) for value in attributes.values()}
-    for method in (value for cls in type(env).__mro__ for value in vars(cls).values()):
-        if isinstance(method, FunctionType):
-            named = [method.__globals__.get(name) for name in method.__code__.co_names]
-            modules |= {value.__name__ for value in named if isinstance(value, ModuleType)}
-    if any(module.partition(".")[0] in ("jax", "jaxlib") for module in modules):
-        return True
-    return isinstance(env, gymnasium.Wrapper) and _calls_jax(attributes.get("env"))
+    modules: set[str] = set()
+    for layer in layers_of(env):
+        attributes = getattr(layer, "__dict__", {})
+        # Some classes of SWIG have no module.
+        modules |= {str(getattr(type(value), "__module__", "")) for value in attributes.values()}
+        for method in (value for cls in type(layer).__mro__ for value in vars(cls).values()):
+            if isinstance(method, FunctionType):
+                named = [method.__globals__.get(name) for name in method.__code__.co_names]
+                modules |= {value.__name__ for value in named if isinstance(value, ModuleType)}
+    return any(module.partition(".")[0] in ("jax", "jaxlib") for module in modules)
 
 
 def _flushes_denormals() -> bool:
