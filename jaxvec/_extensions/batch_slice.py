@@ -134,7 +134,7 @@ class BatchSlice(Slice):
         spares: Sequence[BatchedEnv] = (),
         on_slice: Sequence[OnSlice] = (),
     ) -> None:
-        """Takes over built envs. Their pool has no extension, replaces none, and has no spare ones."""
+        """Takes over built envs. It has no halves of extensions, no spare envs, and replaces no slice."""
         assert config.envs_per_instance is not None
         self._instances = envs
         self._targets: list[Any] = envs  # or objects that record their steps and resets

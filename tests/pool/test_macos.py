@@ -1,4 +1,4 @@
-"""Programs on macOS, in an emulation (`support/macos/sitecustomize.py`): nobody here has a Mac."""
+"""Programs on macOS, in an emulation (`support/macos/sitecustomize.py`), as the tests have no Mac."""
 
 from __future__ import annotations
 
