@@ -399,7 +399,7 @@ def training(
         sys.stderr.write("interrupted\n")
         raise Interrupted from None
     except (JaxvecError, gymnasium.error.Error, OSError, ImportError) as error:
-        places = re.findall(r'"[^"]+", line \d+', getattr(error, "remote_traceback", ""))
+        places = re.findall(r'File ("[^"\n]+", line \d+)', getattr(error, "remote_traceback", ""))
         place = f" ({places[-1]})" if places else ""  # of the env's code
         print(f"{program}: {str(error).splitlines()[0]}{place}", file=sys.stderr)
         raise SystemExit(1) from error

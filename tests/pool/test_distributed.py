@@ -168,7 +168,6 @@ def test_without_a_coordinator_all_processes_are_started(sigterm, capfd, tmp_pat
 def test_when_one_process_fails_all_end(start):
     out, err = (process := start("--env", "own_envs:Failing-v0")).communicate(timeout=200)
     assert process.returncode == 1
-    assert re.search(
-        r"^data_parallel: env 2 \(worker 1\) raised ValueError .*: of the first process$", err, re.M
-    )
+    line = r"data_parallel: env 2 \(worker 1\) raised ValueError .*: of the first process"
+    assert re.search(rf'^{line} \("\S+/own_envs\.py", line \d+\)$', err, re.M), err
     assert "process 1" not in out
