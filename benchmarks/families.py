@@ -255,7 +255,6 @@ MISSING = (
     "Fetch and Franka Kitchen of Gymnasium-Robotics raise errors with MuJoCo 3.17",
     "MiniWorld needs a display, and Procgen has no wheel for Python 3.11 or newer",
     "gym-trading-env runs, but `reset` seeds its first position only if `initial_position` fixes it",
-    "Unity's ML-Agents needs a built scene: [ML-Agents](#unitys-ml-agents)",
 )
 
 
@@ -427,13 +426,11 @@ def gallery(results: dict[str, Any]) -> str:
 
 _HEAD = """## Gallery
 
-Each of these {count} families was run. A test compares a jitted scan with Gymnasium's loop, field by field
-(`test_gallery.py`).
+Each of these {count} families was run, and compared with Gymnasium's loop, field by field (`test_gallery.py`).
 
-- **speed**: the rate of a scan over 8 envs in one worker, divided by that of Gymnasium's `SyncVectorEnv`, on
-  one core. For vector rewards, which `SyncVectorEnv` does not take, the divisor is a loop over plain envs,
-  which is faster. More workers use more cores. Other programs used the machine ({machine}).
-  `python -m benchmarks.families` writes this section.
+- **speed**: the rate of a scan over 8 envs in one worker, divided by that of Gymnasium's `SyncVectorEnv` (for
+  vector rewards, by that of a loop over plain envs, which is faster), on one core of a machine in use
+  ({machine}). `python -m benchmarks.families` writes this section.
 - **states**: *exact* means that [states](env_states.md) are saved, restored and verified bit for bit.
   `ReplayEnv` means that they work in the
   [wrapper that replays actions](env_states.md#which-envs-can-be-saved).
