@@ -34,7 +34,7 @@ NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np":
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
 NO_EXAMPLE = {f"jaxvec.{name}": "its message says what to do" for name in _errors.__all__}
 NO_EXAMPLE |= {
-    f"jaxvec.backends.{name}": "docs/how-to/backend.md has one"
+    f"jaxvec.backends.{name}": "tests/unit/test_backend.py has one"
     for name in backends.__all__
     if name != "Backend"
 }
