@@ -426,7 +426,8 @@ def gallery(results: dict[str, Any]) -> str:
 
 _HEAD = """## Gallery
 
-Each of these {count} families was run, and compared with Gymnasium's loop, field by field (`test_gallery.py`).
+Each of these {count} families was run, and compared with Gymnasium's loop, field by field
+(`test_gallery.py`).
 
 - **speed**: the rate of a scan over 8 envs in one worker, divided by that of Gymnasium's `SyncVectorEnv` (for
   vector rewards, by that of a loop over plain envs, which is faster), on one core of a machine in use
