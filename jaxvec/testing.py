@@ -1,29 +1,27 @@
 """Tools for users' tests: deterministic toy envs, and `check_env`.
 
-This module does not import jax.
+This module does not import JAX, so that workers with one of its envs do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from jaxvec._envs.constructors import describe
-from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.envs import EnvFailure, build_env, close_envs
-from jaxvec._envs.failures import report, to_error
-from jaxvec._leaves import as_jax, limit
-from jaxvec._memory import rows, segment
-from jaxvec._memory.segment import make_layout
-from jaxvec._options import CheckMode, PoolConfig
-from jaxvec._spec import Autoreset, make_spec
+from jaxvec._options import CheckMode
+
+if TYPE_CHECKING:  # these import JAX
+    from jaxvec._results import TimeStep
+    from jaxvec._vector_env import VectorEnv
 
 __all__ = ["CountingEnv", "NestedEnv", "check_env"]
+
+Timesteps: TypeAlias = list[dict[str, Any]]  # the leaves of each time step, by name
 
 
 class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
@@ -180,52 +178,58 @@ def check_env(
         jaxvec.testing.check_env(lambda: gymnasium.make("CartPole-v1"), num_steps=20)
         ```
     """
-    first, second = (
-        _trace(env_fn, num_steps, seed, PoolConfig(check=check, max_sizes=max_sizes)) for _ in range(2)
-    )
-    for number, (a, b) in enumerate(zip(first, second, strict=True)):
-        for path, array in a.items():
-            if array.tobytes() != b[path].tobytes():
-                call = f"step {number}" if number else "reset"
-                raise AssertionError(
-                    f"{path}: the same seed and actions gave {array} and {b[path]} at {call}; draw random "
-                    "numbers only from self.np_random, which reset(seed=...) seeds"
-                )
-
-
-def _trace(
-    env_fn: Callable[[], Any], num_steps: int, seed: int, config: PoolConfig
-) -> list[dict[str, NDArray[Any]]]:
-    """Returns copies of every leaf after the reset and each step."""
-    envs: list[Any] = []
-    try:
-        envs = build_env([env_fn], 0)
-        spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=False).spaces
-        mode = Autoreset.SAME_STEP
-        spec = make_spec(
-            spaces_,
-            num_envs=1,
-            autoreset=mode,
-            final_obs=True,
-            declared={},
-            policy=as_jax,
-            max_sizes=config.max_sizes or {},
+    first, second = (_play(env_fn, num_steps, seed, check=check, max_sizes=max_sizes) for _ in range(2))
+    if (difference := find_difference(first, second)) is not None:
+        name, _, call, value, other = difference
+        raise AssertionError(
+            f"{name}: the same seed and actions gave {value} and {other} at {call}; draw random numbers only "
+            "from self.np_random, which reset(seed=...) seeds"
         )
-        arrays = segment.private_segment(make_layout(spec, 1))
-        env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, config=config)
-        action_space = limit(spaces_.action, spec.action)
-        action_space.seed(seed)
-        write_action = rows.writer(spec.action, arrays)
-        arrays["seed",][:] = seed
-        slots = np.arange(1)
-        env_slice.reset(slots)
-        trace = [{str(leaf): arrays[leaf.path].copy() for leaf in spec.timestep_leaves}]
-        for _ in range(num_steps):
-            write_action(0, action_space.sample())
-            env_slice.step(slots)
-            trace.append({str(leaf): arrays[leaf.path].copy() for leaf in spec.timestep_leaves})
-        return trace
-    except EnvFailure as failure:
-        raise to_error(report(failure), worker=None) from failure.__cause__
-    finally:
-        close_envs(envs, 0)
+
+
+def _play(
+    env_fn: Callable[[], Any],
+    num_steps: int,
+    seed: int,
+    *,
+    max_sizes: Mapping[str, Any] | None,
+    **options: Any,
+) -> Timesteps:
+    """Steps an env in this process, in a pool whose time steps have all that the env returns."""
+    from jaxvec.callbacks import _make  # imports JAX
+
+    options |= {"backend": "serial", "autoreset_mode": "SAME_STEP"}
+    with _make.make(env_fn, 1, max_sizes=max_sizes, **options) as envs:
+        return step_randomly(envs, envs.reset(seed=seed), num_steps, seed=seed, max_sizes=max_sizes)
+
+
+def step_randomly(
+    envs: VectorEnv,
+    timestep: TimeStep[Any],
+    num_steps: int,
+    *,
+    seed: int = 0,
+    max_sizes: Mapping[str, Any] | None = None,
+) -> Timesteps:
+    """Steps all envs after `timestep` with random actions, which are equal for equal seeds."""
+    from jax.tree_util import keystr, tree_leaves_with_path
+
+    from jaxvec.spaces import pad
+
+    space = envs.single_action_space
+    space.seed(seed)
+    actions = ([space.sample() for _ in range(envs.num_envs)] for _ in range(num_steps))
+    timesteps = [timestep, *(envs.step(pad(space, action, max_sizes)) for action in actions)]
+    return [
+        {keystr(path).lstrip("."): leaf for path, leaf in tree_leaves_with_path(part)} for part in timesteps
+    ]
+
+
+def find_difference(first: Timesteps, second: Timesteps) -> tuple[str, int, str, Any, Any] | None:
+    """Returns name, env, call and both values of the first difference between two runs of a pool."""
+    for number, (leaves, other) in enumerate(zip(first, second, strict=True)):
+        for name, rows in leaves.items():
+            for env_id, (row, another) in enumerate(zip(rows, other[name], strict=True)):
+                if row.tobytes() != another.tobytes():
+                    return name, env_id, f"step {number}" if number else "reset", row, another
+    return None

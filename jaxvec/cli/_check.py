@@ -7,19 +7,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 from jaxvec import testing
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._options import Workers
-from jaxvec._results import TimeStep
-from jaxvec._vector_env import VectorEnv
 from jaxvec.cli import _in_workers
 from jaxvec.cli._target import Target, lacks_package
 from jaxvec.spaces import pad
+from jaxvec.testing import Timesteps, find_difference, step_randomly
 
 OK = "ok"
 FAIL = "FAIL"
@@ -48,8 +46,6 @@ _NOT_RESUMED = (
     "process, its states are exact."
 )
 _WORKER_STEPS = 50
-
-Timesteps: TypeAlias = list[dict[str, Any]]  # the leaves of each time step, by name
 
 
 @dataclass(frozen=True)
@@ -97,19 +93,7 @@ def _check_stages(target: Target) -> list[Check]:
 def _step_in_workers(target: Target, num_workers: int) -> Timesteps:
     """Steps two envs, in one process or in one each."""
     with target.make(num_envs=2, num_workers=num_workers) as envs:
-        return _step(envs, envs.reset(seed=0))
-
-
-def _step(envs: VectorEnv, timestep: TimeStep[Any]) -> Timesteps:
-    """Steps all envs with actions that are random, but the same in each run. Returns all time steps."""
-    space = envs.single_action_space
-    space.seed(0)
-    batches = (pad(space, [space.sample() for _ in range(envs.num_envs)]) for _ in range(_WORKER_STEPS))
-    timesteps = [timestep, *map(envs.step, batches)]
-    leaves = map(jax.tree_util.tree_leaves_with_path, timesteps)
-    return [
-        {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in run_leaves} for run_leaves in leaves
-    ]
+        return step_randomly(envs, envs.reset(seed=0), _WORKER_STEPS)
 
 
 def _check_workers(target: Target) -> tuple[Check, Check]:
@@ -132,11 +116,7 @@ def _check_options(target: Target) -> list[Check]:
     checks = [Check(_NO_JAX, OK), Check(_SAVED, OK)]
     try:
         with target.make(num_envs=1, num_workers=1, states=1) as envs:
-            space = envs.single_action_space
-            space.seed(0)
-            envs.reset(seed=0)
-            for _ in range(_WORKER_STEPS):
-                envs.step(pad(space, [space.sample()]))
+            step_randomly(envs, envs.reset(seed=0), _WORKER_STEPS)
             if any(envs.map(_in_workers.imports_jax)):
                 checks[0] = Check(
                     _NO_JAX,
@@ -147,16 +127,17 @@ def _check_options(target: Target) -> list[Check]:
                 )
             envs.reset()
             state = envs.save()
+            space = envs.single_action_space
             for _ in range(_WORKER_STEPS):
                 envs.step(pad(space, [space.sample()]))
                 state = envs.save()  # after each step, as the env may create objects late
             packed = envs.pack_states(state)
-            steps = _step(envs, envs.restore(state))
+            steps = step_randomly(envs, envs.restore(state), _WORKER_STEPS)
         # A new interpreter also has another seed of the hashes of strings.
         workers = Workers(start_method="spawn")
         with target.make(num_envs=1, num_workers=1, states=1, workers=workers) as envs:
-            resumed = _step(envs, envs.restore(envs.unpack_states(packed)))
-        if (difference := _difference(steps, resumed)) is not None:
+            resumed = step_randomly(envs, envs.restore(envs.unpack_states(packed)), _WORKER_STEPS)
+        if (difference := find_difference(steps, resumed)) is not None:
             checks[1] = Check(_SAVED, WARN, _NOT_RESUMED.format(*difference), 1)
     except JaxvecError as error:
         checks[1] = Check(_SAVED, WARN, f"{error}\nThe env works without states.", 1)
@@ -167,8 +148,8 @@ def _check_isolation(target: Target, together: Timesteps) -> Check:
     """Compares two envs that one process stepped in turns with the same envs in a process each."""
     try:
         alone = _step_in_workers(target, 2)
-        difference = _difference(alone, together)
-        if difference and _difference(alone, _step_in_workers(target, 2)):
+        difference = find_difference(alone, together)
+        if difference and find_difference(alone, _step_in_workers(target, 2)):
             return Check(_ISOLATED, NOT_RUN)  # not reproducible in any case, as another check has found
     except JaxvecError as error:
         return Check(_ISOLATED, FAIL, str(error))
@@ -182,16 +163,6 @@ def _check_isolation(target: Target, together: Timesteps) -> Check:
         "jaxvec.make(..., num_workers=num_envs)"
     )
     return Check(_ISOLATED, FAIL, reason)
-
-
-def _difference(first: Timesteps, second: Timesteps) -> tuple[str, int, str, Any, Any] | None:
-    """Returns name, env, call and both values of the first difference."""
-    for number, (call_leaves, other) in enumerate(zip(first, second, strict=True)):
-        for name, rows in call_leaves.items():
-            for env_id, (row, another) in enumerate(zip(rows, other[name], strict=True)):
-                if row.tobytes() != another.tobytes():
-                    return name, env_id, f"step {number}" if number else "reset", row, another
-    return None
 
 
 def _check_with_gymnasium(target: Target) -> Check:
