@@ -1,8 +1,9 @@
-"""`jaxvec.config`: the settings of the process, and checks of choices and counts."""
+"""`jaxvec.config`: the settings of the process, candidates for changes, and checks of choices and counts."""
 
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,23 @@ def check_count(name: str, value: Any, least: int, num_envs: int | None = None) 
         bounds = f"of at least {least}" if num_envs is None else f"from {least} to num_envs ({num_envs})"
         raise ValueError(f"{name} must be an integer {bounds}, not {value!r}")
     return count
+
+
+CANDIDATES = ("core",)
+
+
+def candidates() -> set[str]:
+    """Returns the words of `JAXVEC_CANDIDATES`, which have commas between them.
+
+    Each turns on a change for pools of many workers, until a machine with many cores has judged it:
+
+    - `core`: From 8 usable cores on, a pool has by default one worker less than there are cores, so that
+      the program has a core of its own.
+    """
+    words = {*os.environ.get("JAXVEC_CANDIDATES", "").split(",")} - {""}
+    for word in words:
+        check_choice("JAXVEC_CANDIDATES", word, CANDIDATES)
+    return words
 
 
 Transport: TypeAlias = Literal["auto", "ffi", "io_callback"]

@@ -1,13 +1,15 @@
 """Shows where the time of a step goes on many cores: `python -m benchmarks.accelerator.cores cores FILE`.
 
-Programs on the CPU step CartPoles with a worker per core and fewer, pinned or not. Bare loops show what the
-cores can do, and those that meet in a spin barrier after each step bound every synchronous step.
+Programs on the CPU step CartPoles with a worker per core and fewer, pinned or not, and with each candidate of
+`JAXVEC_CANDIDATES`. Bare loops show what the cores can do, and those that meet in a spin barrier after each
+step bound every synchronous step.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -18,6 +20,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import jax
@@ -28,6 +31,7 @@ import jaxvec
 from benchmarks.accelerator.programs import Answers, main
 from benchmarks.systems import Run, scan_pool
 from jaxvec._memory.segment import split_evenly
+from jaxvec._settings import CANDIDATES
 from jaxvec._util import usable_cores
 
 _STEPS = 64  # of a run
@@ -41,13 +45,15 @@ def cores(answers: Answers, device: jax.Device, short: bool) -> None:
     ways: dict[str, Any] = {f"{n} workers": {"num_workers": n} for n in fewer if n > 0}
     for n in (number, max(number - 1, 1)):
         ways[f"{n} pinned workers"] = {"num_workers": n, "workers": jaxvec.Workers(pin=True)}
+    for words in sorted({*CANDIDATES, ",".join(CANDIDATES)}):
+        ways[f"candidates {words}"] = {"candidates": words}
     seconds = 0.05 if short else 0.4
     with jax.default_device(jax.devices("cpu")[0]):
         for num_envs in (8,) if short else (64, 256, 1024):
             load = f"CartPole x {num_envs}"
             answers.keep(f"{load}, bare loops", partial(_measure_loops, num_envs, seconds))
             for name, options in ways.items():
-                answers.keep(f"{load}, {name}", partial(_measure_pool, num_envs, seconds, options))
+                answers.keep(f"{load}, {name}", partial(_measure_pool, num_envs, seconds, **options))
 
 
 def _rate(run: Run, num_envs: int, seconds: float) -> tuple[int, int]:
@@ -125,8 +131,9 @@ def _loop(number: int, num_envs: int, pipe: Any, progress: Any) -> None:
         pipe.send(slices)
 
 
-def _measure_pool(num_envs: int, seconds: float, options: dict[str, Any]) -> dict[str, Any]:
+def _measure_pool(num_envs: int, seconds: float, *, candidates: str = "", **options: Any) -> dict[str, Any]:
     with (
+        mock.patch.dict(os.environ, JAXVEC_CANDIDATES=candidates),
         jaxvec.config.override(transport="ffi"),
         jaxvec.make("CartPole-v1", num_envs, **options) as envs,
         tempfile.TemporaryDirectory() as folder,

@@ -27,6 +27,7 @@ from jaxvec._envs.slice import Arguments, EnvSettings, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._options import LimitName
+from jaxvec._settings import candidates
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
 from jaxvec._tracing import Trace
@@ -51,6 +52,7 @@ from jaxvec._workers.spawn import Spawner
 from jaxvec._workers.supervisor import Supervisor
 
 _SPIN_NS = 200_000  # how long an idle worker spins before it sleeps
+_MANY_CORES = 8  # from here on, a core for the program costs the workers an eighth of their time at most
 
 
 def choose_start_method(name: str) -> str:
@@ -124,7 +126,10 @@ class LocalProcesses(Backend):
     """Processes on this machine."""
 
     def num_workers(self, num_instances: int, timeout: float | None) -> int:
-        return min(num_instances, usable_cores())
+        cores = usable_cores()
+        if cores >= _MANY_CORES and "core" in candidates():
+            cores -= 1
+        return min(num_instances, cores)
 
     def start(self, recipe: WorkerRecipe, *, learn_info: bool) -> WorkerGroup:
         return ProcessWorkers(recipe, LocalLauncher(recipe), learn_info=learn_info)

@@ -9,6 +9,7 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
+from jaxvec._settings import candidates
 from jaxvec._util import free_memory, usable_cores
 from jaxvec._workers import process
 from jaxvec.testing import CountingEnv
@@ -113,6 +114,19 @@ def test_default_of_num_workers_follows_quota(machine, monkeypatch, quota, num_w
     monkeypatch.setattr(process, "usable_cores", lambda: cores)
     with jaxvec.make(CountingEnv, 3) as envs:
         assert len(envs.stats().workers) == num_workers
+
+
+@pytest.mark.parametrize(("words", "cores", "workers"), [("", 8, 8), ("core", 7, 7), ("core", 8, 7)])
+def test_candidate_core_leaves_one_to_the_program(monkeypatch, words, cores, workers):
+    monkeypatch.setenv("JAXVEC_CANDIDATES", words)
+    monkeypatch.setattr(process, "usable_cores", lambda: cores)
+    assert process.LocalProcesses().num_workers(64, None) == workers
+
+
+def test_unknown_candidate_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXVEC_CANDIDATES", "core,cores")
+    with pytest.raises(ValueError, match="JAXVEC_CANDIDATES must be one of core.*, not 'cores'"):
+        candidates()
 
 
 # --- Free memory -----------------------------------------------------------------------------------------
