@@ -157,6 +157,8 @@ class Engine(ABC):
 
     last_caller: int = 0  # `Move.caller_code` of the latest move
     done_at_once: bool = False  # `dispatch` steps the envs in this thread
+    # Time `[1]` of all steps of all envs by workers, from dispatch to completion. Only C++ counts it.
+    steps_ns: NDArray[np.uint64] = np.zeros(1, np.uint64)
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

@@ -18,7 +18,7 @@ from jaxvec._tracing import Span, Trace
 _WAIT = 200_000_000  # ns; the longest wait in C++, during which no Python signal handler can run
 
 _STATUSES = tuple(Status)
-_LAST_CALLER, _OPEN, _NUM_SERVED, _DEVICES = range(4)  # fields of `State` in engine.h
+_LAST_CALLER, _OPEN, _NUM_SERVED, _DEVICES, _STEPS_NS = range(5)  # fields of `State` in engine.h
 # `Span` in trace.h
 _SPAN = np.dtype([("start", np.int64), ("end", np.int64), ("thread", np.uint32), ("what", np.uint32)])
 _PARTS = ("write actions", "dispatch", "wait for workers", "copy results")
@@ -83,6 +83,7 @@ class CEngine(Engine):
             }
         )
         self._state = state.data  # `State` in engine.h, which says who writes what
+        self.steps_ns = state[_STEPS_NS:].view(np.uint64)
 
     @property
     def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

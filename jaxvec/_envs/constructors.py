@@ -339,6 +339,7 @@ class Description:
     render_mode: str | None
     info: dict[str, Any] | None  # of its first reset; `None` if it was not reset
     mismatch: str | None  # the text of an error if an env has other spaces; else `None`
+    has_jax: bool  # the process has imported JAX
 
 
 def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
@@ -361,7 +362,8 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
             env_id += env.num_envs if isinstance(env, VectorEnv) else 1
         with EnvErrorContext(first, "metadata"):
             metadata = dict(envs[0].metadata)
-        return Description(spaces, metadata, _read(envs[0], first, "render_mode"), info, mismatch)
+        render_mode = _read(envs[0], first, "render_mode")
+        return Description(spaces, metadata, render_mode, info, mismatch, "jax" in sys.modules)
 
 
 def merge(spaces: EnvSpaces, others: EnvSpaces, env_id: int, *, equal: bool) -> EnvSpaces | str:

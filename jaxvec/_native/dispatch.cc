@@ -361,10 +361,9 @@ void notify_worker(Board& board, uint32_t worker) {
   wake_worker(board, worker);
 }
 
-Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns) {
+Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t deadline) {
   ask_for_short_slices();
   Board& board = parent.board;
-  const int64_t deadline = now_ns() + timeout_ns;
   const Waiter waiter(parent);
   Spin spin(std::min<int64_t>(board.spin_ns, kMaxParentSpinNs));
   for (;;) {

@@ -89,8 +89,9 @@ void send(Parent& parent, uint32_t operation, const int64_t* slots, uint32_t cou
 // Wakes a worker after a message was written to its control socket.
 void notify_worker(Board& board, uint32_t worker);
 
-// Waits until `count` of the slots belong to the parent. May be called again after any other outcome.
-Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns);
+// Waits until `count` of the slots belong to the parent, up to `deadline` on the monotonic clock. May be
+// called again after any other outcome.
+Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t deadline);
 
 // Called before the control sockets are polled; earlier notices no longer end a wait.
 void mark_notices_seen(Parent& parent);

@@ -256,11 +256,13 @@ Status Engine::move(Request& request, Target& target) {
 
 Status Engine::step(Request& request, const std::vector<int64_t>& slots, Target& target) {
   if (plan_.local != nullptr) return step_here(request, slots, target);
+  const int64_t start = now_ns();
   dispatch(slots, request.actions);
   advance(slots, request);
   hold(slots.data(), size(slots), false);
   leave();
-  if (await(slots, size(slots), &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
+  if (await(slots, size(slots), start, &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
+  if (slots.size() == all_.size()) state.steps_ns.fetch_add(request.waited_ns, std::memory_order_relaxed);
   finish(slots, request.results, target);
   release();
   return Status::kDone;
@@ -306,7 +308,9 @@ Status Engine::recv(Request& request, const std::vector<int64_t>& handle, Target
   advance(handle, request);
   hold(&queue_, 1, false);
   leave();
-  if (await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
+  if (await(sent, plan_.batch_size, now_ns(), &request.waited_ns) == Status::kUnderWay) {
+    return Status::kUnderWay;
+  }
   while (!enter(&queue_, 0, false, kEnterTimeoutNs)) {  // other threads are inside only briefly
   }
   const std::vector<int64_t> slots = receive_batch(sent);
@@ -392,12 +396,11 @@ void Engine::advance(const std::vector<int64_t>& slots, const Request& request) 
   state.last_caller = request.caller_code;
 }
 
-Status Engine::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
+Status Engine::await(const std::vector<int64_t>& slots, uint32_t count, int64_t start, int64_t* waited_ns) {
   const Recording recording(trace, kWaiting);
-  const int64_t start = now_ns();
-  if (wait(*plan_.parent, slots.data(), size(slots), count, plan_.wait_ns) == kDone) return Status::kDone;
+  const Outcome outcome = wait(*plan_.parent, slots.data(), size(slots), count, start + plan_.wait_ns);
   *waited_ns = now_ns() - start;
-  return Status::kUnderWay;
+  return outcome == kDone ? Status::kDone : Status::kUnderWay;
 }
 
 // Removes a batch from the queue of pending envs and returns it, in the order of `recv`'s results.

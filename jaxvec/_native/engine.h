@@ -55,6 +55,9 @@ struct State {
   // Becomes 1 after a program on a GPU has asked Python, which page-locks the segment if possible. Only
   // Python writes it.
   std::atomic<uint32_t> devices;
+  // Time of all steps of all envs by workers, from dispatch to completion. Only C++ adds to it, in any
+  // thread.
+  std::atomic<uint64_t> steps_ns;
 };
 
 // The envs of a pool without workers.
@@ -164,7 +167,7 @@ struct Request {
   const int64_t* sent;         // envs to send
   const void* const* actions;  // rows of each leaf; null for leaves that the call does not have
   void* const* results;        // output: rows of each leaf; null for leaves that are not needed
-  int64_t waited_ns;           // output: time waited so far, if the status is kUnderWay
+  int64_t waited_ns;           // output: time waited so far
 };
 
 class Engine {
@@ -224,7 +227,7 @@ class Engine {
   void dispatch(const std::vector<int64_t>& slots, const void* const* actions);
   Status step_here(Request& request, const std::vector<int64_t>& slots, Target& target);
   void advance(const std::vector<int64_t>& slots, const Request& request);
-  Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
+  Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t start, int64_t* waited_ns);
   std::vector<int64_t> receive_batch(std::vector<int64_t> sent);
   void finish(const std::vector<int64_t>& slots, void* const* results, Target& target);
   void deliver(Target& target);

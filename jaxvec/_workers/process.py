@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec import _stats
 from jaxvec._arguments import Options, options_changed, select_options
 from jaxvec._engine.channel import Channel
 from jaxvec._engine.choice import choose_dispatch, open_engine, parent_end
@@ -26,7 +27,7 @@ from jaxvec._envs.env_access import SlotAccess
 from jaxvec._envs.slice import Arguments, EnvSettings, Slice
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks
-from jaxvec._options import LimitName
+from jaxvec._options import LimitName, PoolConfig
 from jaxvec._settings import candidates
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import ProcessStats, read_process
@@ -53,6 +54,9 @@ from jaxvec._workers.supervisor import Supervisor
 
 _SPIN_NS = 200_000  # how long an idle worker spins before it sleeps
 _MANY_CORES = 8  # from here on, a core for the program costs the workers an eighth of their time at most
+# Pools with other values of these options need processes.
+_OPTIONS_OF_PROCESSES = ("backend", "batch_size", "on_fault", "spare_envs", "timeouts", "workers")
+_MIN_STEPS = 1000  # of each env, for a comparison with the serial backend
 
 
 def choose_start_method(name: str) -> str:
@@ -159,6 +163,10 @@ class ProcessWorkers(WorkerGroup):
         except BaseException:
             self.close(timeout=0)
             raise
+        others = (
+            getattr(recipe.config, name) != getattr(PoolConfig(), name) for name in _OPTIONS_OF_PROCESSES
+        )
+        self._needs_processes = self.description.has_jax or any(others)
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         # Workers that share cores do not spin: it would take time from a worker that steps.
@@ -183,7 +191,9 @@ class ProcessWorkers(WorkerGroup):
         return arrays
 
     def open_engine(self, config: EngineConfig) -> Engine:
-        return open_engine(self._dispatch, self._spec, self._arrays, config=config)
+        engine = open_engine(self._dispatch, self._spec, self._arrays, config=config)
+        self._steps_ns = engine.steps_ns
+        return engine
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         if verb is Verb.STEP and self._objects_out:
@@ -256,6 +266,8 @@ class ProcessWorkers(WorkerGroup):
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         try:
+            if tell and hasattr(self, "_steps_ns") and not self._needs_processes:
+                self._compare_with_serial()
             self.supervisor.close(timeout, tell=tell)
         finally:
             if hasattr(self, "_arrays"):
@@ -268,6 +280,22 @@ class ProcessWorkers(WorkerGroup):
 
     def kill(self) -> None:
         self.supervisor.connections.kill()
+
+    def _compare_with_serial(self) -> None:
+        """Logs that the serial backend may be faster, if all envs take less time than their dispatch."""
+        stats = self._arrays["stats",]
+        num_steps = stats[:, _stats.STEPS].sum() // self._spec.num_envs
+        envs_ns = stats[:, _stats.STEP_NS] + stats[:, _stats.RESET_NS]
+        dispatch_ns = int(self._steps_ns[0]) - envs_ns.max()
+        if num_steps >= _MIN_STEPS and envs_ns.sum() < dispatch_ns:
+            logger.info(
+                'backend="serial" may be faster for these %d envs: in a step, all of them together take '
+                "%.1f us, and their dispatch to workers takes %.1f us (means of %d steps)",
+                self._spec.num_envs,
+                envs_ns.sum() / num_steps / 1e3,
+                dispatch_ns / num_steps / 1e3,
+                num_steps,
+            )
 
     def _note_progress(self) -> None:
         """Notes the workers that have come to another env, because `Timeouts` limit each env.

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from support import probe
 from support.disasters import wait_until
+from support.probe import pool_of
 
 import jaxvec
 from jaxvec import _stats
@@ -133,3 +135,49 @@ with jaxvec.make(env_fn, 4, num_workers=2) as envs, jaxvec.make("CartPole-v1", 1
 def test_top_says_why_it_has_nothing_to_show(pid, text, capsys):
     assert main(["top", str(pid or os.getpid()), "--once"]) == 2
     assert text in capsys.readouterr().err
+
+
+# --- The time of the dispatch to workers ----------------------------------------------------------------
+
+
+class JaxEnv(CountingEnv):
+    """Its process seems to have imported JAX."""
+
+    def __init__(self):
+        super().__init__()
+        sys.modules.setdefault("jax", types.ModuleType("jax"))
+
+
+@pytest.mark.parametrize(
+    ("step_us", "options", "is_faster"),
+    [
+        (40, {}, True),
+        (29, {}, False),
+        (40, {"env": JaxEnv}, False),
+        (40, {"batch_size": 2}, False),
+        (40, {"on_fault": "restart"}, False),
+        (40, {"workers": jaxvec.Workers(start_method="forkserver")}, False),
+    ],
+)
+def test_serial_backend_is_recommended_for_cheap_steps(caplog, step_us, options, is_faster):
+    with jaxvec.config.override(dispatch="native"):
+        envs = jaxvec.make(**{"env": CountingEnv, "num_envs": 4, "num_workers": 2} | options)
+    stats = pool_of(envs).views.stats
+    stats[:, [_stats.STEPS, _stats.STEP_NS]] = 2000, 10_000_000
+    pool_of(envs).engine.steps_ns[0] = 1_000_000 * step_us
+    with caplog.at_level("INFO", "jaxvec"):
+        envs.close()
+    text = "all of them together take 20.0 us, and their dispatch to workers takes 30.0 us (means of 1000 "
+    assert [text in message for message in caplog.messages] == [True] * is_faster
+
+
+def test_only_steps_of_all_envs_are_timed(make):
+    envs = make(CountingEnv, 2, dispatch="native")
+    steps_ns = pool_of(envs).engine.steps_ns
+    handle, _ = jaxvec.reset(envs, seed=0)
+    handle = jaxvec.send(handle, [0, 0], [0, 1])
+    handle, _ = jaxvec.recv(handle)
+    jaxvec.step(handle[:1], [0])
+    assert steps_ns[0] == 0
+    envs.step([0, 0])
+    assert steps_ns[0] > 0
