@@ -2,7 +2,7 @@
 
 The program joins its operands to one array, and splits the array of results (`_packing.py`). On the host, C++
 makes the call, as for FFI (`call_packed`), so an ordinary step runs little Python.
-docs/developers/design.md has the costs. Callbacks use NumPy only, because calling jax inside a
+docs/developers/decisions.md has the costs. Callbacks use NumPy only, because calling jax inside a
 callback can deadlock.
 """
 
