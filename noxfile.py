@@ -300,8 +300,7 @@ def extras(session: nox.Session) -> None:
     # Rendering may lack a driver. torch and Ray Tune are for `nightly`. mo_gymnasium installs pygame over
     # pygame-ce. The other libraries require other versions of JAX libraries.
     may_skip = (
-        r"rendered by EGL|stable-baselines3|Tune|pyarrow|mo_gymnasium|torchrl|tianshou|minari|gxm|jaxnasium"
-        r"|rejax|evorl|not beside the tests"
+        r"rendered by EGL|stable-baselines3|Tune|pyarrow|mo_gymnasium|torchrl|minari|not beside the tests"
     )
     pytest(
         session,

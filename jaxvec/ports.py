@@ -18,14 +18,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium import spaces
 
 from jaxvec._ports.comparison import Comparison, Mode, SpaceResult
 from jaxvec._ports.distributions import Distributions, compare_distributions
-from jaxvec._ports.original import Original, SetState, constructor, space_like
+from jaxvec._ports.original import GetState, Original, SetState, constructor
 from jaxvec._ports.port import Port, as_port
 from jaxvec._ports.port_spaces import NOT_DECLARED, compare_spaces
-from jaxvec._ports.program import Program, by_path, random_action, restored, seed_of, sent_state, step_keys
+from jaxvec._ports.program import (
+    Program,
+    by_path,
+    random_action,
+    restored,
+    seed_of,
+    sent_state,
+    state_space,
+    step_keys,
+)
+from jaxvec._ports.samples import compare_resets
 from jaxvec.callbacks._make import make
 
 __all__ = [
@@ -46,6 +55,7 @@ def compare_port(
     original: Any,
     *,
     set_state: SetState | None = None,
+    get_state: GetState | None = None,
     select_state: Callable[[Any], Any] | None = None,
     policy: Policy | None = None,
     mode: Mode = "one_step",
@@ -66,8 +76,10 @@ def compare_port(
             workers. The state is a dict from path to NumPy array, such as `state["x"]`. At the start of an
             episode, the env has been reset before. Gymnasium's `TimeLimit` counts the port's steps.
             `None` if the original cannot be set to a state.
-        select_state: Function that returns the part of the port's state that `set_state` needs, as a pytree.
-            By default, all of it.
+        get_state: Function `env -> state` that returns the original's state as such a dict, or a part of it.
+            Then states are compared after each step and each reset.
+        select_state: Function that returns the part of the port's state that `set_state` and `get_state` use,
+            as a pytree. By default, all of it.
         policy: Function `(key, obs, state) -> action` of one env of the port. By default, actions are random.
         mode: `"one_step"` sets the original to the port's state before each step, so errors do not add up.
             `"free_running"` sets it only when an episode starts, or resets it with a seed if there is no
@@ -124,17 +136,18 @@ def compare_port(
         raise ValueError(
             f"{num_envs} envs of {num_steps} steps are too many to count; make several comparisons"
         )
-    sent = partial(sent_state, select_state, set_state is not None)
-    shapes = jax.eval_shape(lambda key: sent(port.reset(key)[0]), jax.random.key(0))
-    state_space = spaces.Dict({path: space_like(shape.shape, shape.dtype) for path, shape in shapes.items()})
+    sent = partial(sent_state, select_state, bool(set_state or get_state))
     each_step = mode == "one_step"
-    env_fn = partial(Original, constructor(original), set_state, state_space, each_step=each_step)
+    env_fn = partial(
+        Original, constructor(original), set_state, get_state, state_space(port, sent), each_step=each_step
+    )
     with make(env_fn, num_envs, info=info, **options) as envs:
         (own,) = envs.get_attr("described", indices=[0])
         program = Program(
             port=port,
             policy=policy or partial(random_action, own["action space"]),
             sent=sent,
+            compares_states=get_state is not None,
             each_step=each_step,
             num_envs=num_envs,
             num_steps=num_steps,
@@ -144,14 +157,18 @@ def compare_port(
         )
         compiled = jax.jit(partial(program, envs)).lower(seed).compile()
         start = time.perf_counter()
-        tallies, counts = jax.device_get(compiled(seed))
+        tallies, counts, samples = jax.device_get(compiled(seed))
         seconds = time.perf_counter() - start
+        unset = envs.get_attr("unset")
     parted, leaves = (
         int(counts["parted"]),
         {path: program.result(path, tally) for path, tally in tallies.items()},
     )
     port_fields = port.observation_space, port.action_space, port.max_episode_steps, port.autoreset
+    resets, threshold = compare_resets(*samples, program.tolerance)
     properties = {**compare_spaces(dict(zip(own, port_fields, strict=True)), own), **program.mismatches}
+    for path, (asked, actual) in {path: texts for each in unset for path, texts in each.items()}.items():
+        properties[f"set_state {path}"] = SpaceResult(asked, actual, equal=False)
     observed = [leaf for path, leaf in leaves.items() if path.split("/")[0] == "obs" and leaf.different]
     if observed and all(leaf.at_ends == leaf.different for leaf in observed):
         properties["autoreset"] = SpaceResult(
@@ -167,6 +184,8 @@ def compare_port(
         num_steps=num_steps,
         spaces=properties,
         leaves=leaves,
+        resets=resets,
+        reset_threshold=threshold,
         episodes=int(counts["episodes"]),
         parted=parted,
         parted_after=float(counts["parted_steps"]) / parted if parted else float("nan"),
@@ -185,6 +204,7 @@ def replay(
     state: Mapping[str, Any] | None = None,
     action: Any = None,
     select_state: Callable[[Any], Any] | None = None,
+    get_state: GetState | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Repeats a step of a comparison in this process, as `Comparison.replay` writes it.
 
@@ -199,6 +219,7 @@ def replay(
             its reset.
         action: Action of the step, if there is a state.
         select_state: As for `compare_port`.
+        get_state: As for `compare_port`.
 
     Returns:
         The results of the port and of the original, as dicts from path to array.
@@ -218,8 +239,9 @@ def replay(
     port_step = jax.jit(port.step)  # compiled, to be rounded more like the comparison
     now, obs = jax.jit(port.reset)(jax.random.fold_in(key, 0))
     each_step = state is not None
-    sent = partial(sent_state, select_state, set_state is not None)
-    env: Any = Original(constructor(original), set_state, spaces.Dict(), each_step=each_step)
+    sent = partial(sent_state, select_state, bool(set_state or get_state))
+    space = state_space(port, sent)
+    env: Any = Original(constructor(original), set_state, get_state, space, each_step=each_step)
     policy = policy or partial(random_action, env.described["action space"])
     ours = {}
     theirs = {}
@@ -235,4 +257,5 @@ def replay(
         obs = ours["obs"]
         theirs |= {"reward": reward, "done": done, "info": info}
     env.close()
+    ours = {**ours, "state": sent(now)}
     return by_path(ours), by_path(theirs)

@@ -8,6 +8,8 @@ from typing import Any, Literal, final
 
 import numpy as np
 
+from jaxvec._ports.samples import SampleResult
+
 Mode = Literal["one_step", "free_running"]
 
 
@@ -64,7 +66,10 @@ class Comparison:
         num_envs: Number of envs.
         num_steps: Number of steps of each env.
         spaces: Results by property.
-        leaves: Results by path, such as `obs/speed`.
+        leaves: Results of steps by path, such as `obs/speed`, or `state/fuel` after a step.
+        resets: Results of two-sample tests between resets, such as `reset obs/speed`, `reset state/fuel`, and
+            `reset obs/speed given state`. A difference has a p-value of at most `reset_threshold`.
+        reset_threshold: 0.0001, divided by the number of all tests of resets.
         episodes: Number of episodes that were started.
         parted: Number of episodes with a difference.
         parted_after: Mean number of steps until the first difference of these episodes; NaN without any.
@@ -91,6 +96,8 @@ class Comparison:
     num_steps: int
     spaces: Mapping[str, SpaceResult]
     leaves: Mapping[str, LeafResult]
+    resets: Mapping[str, SampleResult]
+    reset_threshold: float
     episodes: int
     parted: int
     parted_after: float
@@ -98,9 +105,10 @@ class Comparison:
 
     @property
     def differences(self) -> list[str]:
-        """Names of the properties and paths of the leaves that differ by more than the tolerances."""
+        """Names of the properties, resets and leaves that differ by more than the tolerances."""
         spaces = [name for name, space in self.spaces.items() if not space.equal]
-        return [*spaces, *(path for path, leaf in self.leaves.items() if leaf.different)]
+        resets = [name for name, reset in self.resets.items() if reset.p_value <= self.reset_threshold]
+        return [*spaces, *resets, *(path for path, leaf in self.leaves.items() if leaf.different)]
 
     def assert_equal(self, *, ignore: Collection[str] = ()) -> None:
         """Raises if there is a difference.
@@ -134,14 +142,19 @@ class Comparison:
         ]
         leaves = [_COLUMNS, *(_cells(path, leaf) for path, leaf in self.leaves.items())]
         return "\n\n".join(
-            [heading, table(leaves), table([("property", "port", "original", ""), *properties])]
+            [
+                heading,
+                table(leaves),
+                samples_table(self.resets, self.reset_threshold),
+                table([("property", "port", "original", ""), *properties]),
+            ]
         )
 
     def replay(self, leaf: str | None = None) -> str:
         """Returns a few lines of Python that show the largest error of a leaf on both sides.
 
-        The lines use `port`, `original`, `set_state` and `policy`, as they were passed to `compare_port`. Add
-        `select_state`, if one was passed.
+        The lines use `port`, `original`, `set_state`, `policy` and, for states, `get_state`, as they were
+        passed to `compare_port`. Add `select_state`, if one was passed.
 
         Args:
             leaf: Path of the leaf; by default, the first one that differs.
@@ -160,6 +173,8 @@ class Comparison:
         arguments = f"port, original, {set_state}, policy, step={case.step}, {key}"
         if self.mode == "one_step":
             arguments += f", state={_code(case.state)}, action={_code(case.action)}"
+        if path.split("/")[0] == "state":
+            arguments += ", get_state=get_state"
         lines = [
             f"# {path} in step {case.step} of an episode of env {case.env}: "
             f"port {_short(case.port)}, original {_short(case.original)}",
@@ -213,6 +228,17 @@ def _code(value: Any) -> str:
     array = np.asarray(value)
     values = repr(array.tolist()).replace("nan", "numpy.nan").replace("inf", "numpy.inf")
     return f"numpy.array({values}, {array.dtype.name!r})"
+
+
+def samples_table(samples: Mapping[str, SampleResult], threshold: float) -> str:
+    """Returns the table of two-sample tests."""
+    rows = [("variable", "tests", "smallest p", "", "mean of this element in port · original")]
+    for name, sample in samples.items():
+        verdict = "different" if sample.p_value <= threshold else ""
+        pairs = zip(sample.means, sample.errors, strict=True)
+        means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
+        rows.append((name, str(sample.tests), f"{sample.p_value:.2g}", verdict, means))
+    return table(rows)
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -10,28 +10,14 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
 
-from jaxvec._ports.comparison import table
+from jaxvec._ports.comparison import samples_table
 from jaxvec._ports.original import constructor
 from jaxvec._ports.port import Port, advance, as_port, is_done
 from jaxvec._ports.program import by_path, random_action, select
+from jaxvec._ports.samples import SampleResult, compare_samples
 from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
-
-_MAX_VALUES = 20  # of a variable that is compared by its counts
-_ROUNDING = 2e-6  # smallest distance of different values; relative above 1
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """The tests of a variable: one per element that is not the same constant on both sides."""
-
-    tests: int
-    p_value: float  # the smallest; 1 without tests
-    element: int  # flat index of the element with this p-value
-    means: tuple[float, float]  # of this element in the port and in the original
-    errors: tuple[float, float]  # half-widths of the 95 % confidence intervals of these means
 
 
 @final
@@ -78,14 +64,8 @@ class Distributions:
             raise AssertionError(f"the port differs from its original in {', '.join(names)}\n{self}")
 
     def __str__(self) -> str:
-        rows = [("variable", "tests", "smallest p", "", "mean of this element in port · original")]
-        for name, sample in self.samples.items():
-            verdict = "different" if name in self.differences else ""
-            pairs = zip(sample.means, sample.errors, strict=True)
-            means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
-            rows.append((name, str(sample.tests), f"{sample.p_value:.2g}", verdict, means))
         heading = f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
-        return f"{heading}\n\n{table(rows)}"
+        return f"{heading}\n\n{samples_table(self.samples, self.threshold)}"
 
 
 def compare_distributions(
@@ -160,7 +140,7 @@ def compare_distributions(
         for name in port_samples
         if name in original_samples and port_samples[name].shape == original_samples[name].shape
     ]
-    results = {name: _test(port_samples[name], original_samples[name]) for name in names}
+    results = {name: compare_samples(port_samples[name], original_samples[name]) for name in names}
     threshold = alpha / max(1, sum(result.tests for result in results.values()))
     return Distributions(results, rounds * num_envs, alpha, threshold)
 
@@ -216,33 +196,3 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
     *_, returns, length, _, seen = jax.lax.while_loop(unfinished, body, carry)
     observed = {"first obs": first, **{f"obs after {at} steps": values for at, values in seen.items()}}
     return {**by_path(observed), "return": returns, "length": length}
-
-
-def _test(ours: Any, theirs: Any) -> SampleResult:
-    """Tests each element of a variable."""
-    ours, theirs = (np.asarray(values, np.float64).reshape(len(values), -1) for values in (ours, theirs))
-    p_values = np.ones(ours.shape[1])
-    constant = ((ours == ours[0]) & (theirs == ours[0])).all(0)
-    for element in np.flatnonzero(~constant):
-        p_values[element] = _p_value(ours[:, element], theirs[:, element])
-    least = int(p_values.argmin()) if p_values.size else 0
-    sides = ours[:, least], theirs[:, least]
-    means = float(sides[0].mean()), float(sides[1].mean())
-    errors = [1.96 * float(side.std()) / len(side) ** 0.5 for side in sides]
-    return SampleResult(int((~constant).sum()), float(p_values[least]), least, means, (errors[0], errors[1]))
-
-
-def _p_value(ours: Any, theirs: Any) -> float:
-    values, places = np.unique(np.concatenate([ours, theirs]), return_inverse=True)
-    # Sums that are rounded in another order are the same value, else a speed of 0.3 would have one per side.
-    apart = np.diff(values) > _ROUNDING * np.maximum(1, np.abs(values[1:]))
-    ranks = np.concatenate([[0], np.cumsum(apart)])[places]
-    ours, theirs = np.split(ranks, [len(ours)])
-    tests: Any = stats
-    if (number := int(ranks.max()) + 1) > _MAX_VALUES:
-        return float(tests.ks_2samp(ours, theirs).pvalue)
-    counts = np.array([np.bincount(part, minlength=number) for part in (ours, theirs)])
-    rare = counts.sum(0) < 10  # the test needs about 5 expected samples of each value
-    counts = np.column_stack([counts[:, ~rare], counts[:, rare].sum(1)])
-    counts = counts[:, counts.sum(0) > 0]
-    return float(tests.chi2_contingency(counts).pvalue) if counts.shape[1] > 1 else 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,27 +13,38 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import Autoreset, TimeLimit
 
 SetState = Callable[[Any, Any], object]
+GetState = Callable[[Any], Mapping[str, Any]]
 
 
 class Original(gymnasium.Env[Any, Any]):
     """An env whose actions also say in which state it is, and at which step of an episode.
 
-    Its episodes have no end: `terminated` and `truncated` are parts of its observations, and the program
-    decides when the next episode starts. So a wrong port and its original can disagree about an end.
+    Its episodes have no end: `terminated`, `truncated` and the state are parts of its observations, and the
+    program decides when the next episode starts. So a wrong port and its original can disagree about an end.
 
     Args:
         env_fn: Function that makes the original.
         set_state: Function of the original and of a state, which sets the original to it; `None` if there is
             none.
-        state_space: Space of the states.
+        get_state: Function of the original that returns its state; `None` if there is none.
+        state_space: Space of the port's states.
         each_step: Whether to set the state before each step, not only when an episode starts.
     """
 
     def __init__(
-        self, env_fn: Callable[[], Any], set_state: SetState | None, state_space: Any, *, each_step: bool
+        self,
+        env_fn: Callable[[], Any],
+        set_state: SetState | None,
+        get_state: GetState | None,
+        state_space: spaces.Dict,
+        *,
+        each_step: bool,
     ) -> None:
         self._env = env_fn()
         self._set_state = set_state
+        self._get_state = get_state
+        # Parts of states that set_state did not set, as texts of the asked and of the actual value.
+        self.unset: dict[str, tuple[str, str]] = {}
         self._each_step = each_step
         # A replay steps a new env, which may refuse a step without a reset.
         self._ended = True
@@ -46,9 +57,18 @@ class Original(gymnasium.Env[Any, Any]):
             "time limit": getattr(self._time_limit, "_max_episode_steps", None),
             "autoreset": getattr(declared, "name", declared),
         }
+        self._state_space = state_space
+        if get_state is not None:
+            self._env.reset(seed=0)
+        state_spaces = {path: state_space[path] for path in self._read_state()}
         flag = spaces.Box(0, 1, (), np.bool_)  # pyright: ignore[reportCallIssue, reportArgumentType]
         self.observation_space: spaces.Space[Any] = spaces.Dict(
-            {"obs": self._env.observation_space, "terminated": flag, "truncated": flag}
+            {
+                "obs": self._env.observation_space,
+                "terminated": flag,
+                "truncated": flag,
+                "state": spaces.Dict(state_spaces),
+            }
         )
         self.action_space: spaces.Space[Any] = spaces.Dict(
             {
@@ -65,7 +85,7 @@ class Original(gymnasium.Env[Any, Any]):
         """Resets the original. Programs begin episodes by `step`."""
         obs, info = self._env.reset(seed=seed, options=options)
         self._ended = False
-        return {"obs": obs, "terminated": False, "truncated": False}, info
+        return self._results(obs, False, False), info
 
     def step(self, action: Any) -> tuple[dict[str, Any], Any, bool, bool, dict[str, Any]]:
         """Starts an episode or sets the state, as the action says, and steps the original."""
@@ -83,9 +103,32 @@ class Original(gymnasium.Env[Any, Any]):
                     "set_state could not set the original to a state of the port, see the error above. If "
                     "the original has no such state, leave set_state out and pass mode='free_running'"
                 ) from error
+            for path, value in self._read_state().items():
+                asked = action["state"][path]
+                if not np.allclose(value, asked, rtol=1e-5, atol=1e-5, equal_nan=True):
+                    self.unset.setdefault(path, (str(asked), str(value)))
         obs, reward, terminated, truncated, info = self._env.step(action["action"])
         self._ended = bool(terminated or truncated)
-        return {"obs": obs, "terminated": terminated, "truncated": truncated}, reward, False, False, info
+        return self._results(obs, terminated, truncated), reward, False, False, info
+
+    def _results(self, obs: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
+        return {"obs": obs, "terminated": terminated, "truncated": truncated, "state": self._read_state()}
+
+    def _read_state(self) -> dict[str, Any]:
+        """Returns the state of the original, with the dtypes of the port's."""
+        state: dict[str, Any] = {}
+        for path, value in self._get_state(self._env).items() if self._get_state is not None else ():
+            if path not in self._state_space.spaces:
+                paths = ", ".join(self._state_space)
+                raise ValueError(f"get_state returned {path!r}; the paths of the port's state are {paths}")
+            array = np.asarray(value)
+            dtype: Any = self._state_space[path].dtype
+            state[path] = array.astype(dtype)
+            if dtype.kind != "f" and (state[path] != array).any():
+                raise ValueError(
+                    f"get_state: {path} is {array}, and the port has {dtype}, which cannot hold it"
+                )
+        return state
 
     def close(self) -> None:
         """Closes the original."""

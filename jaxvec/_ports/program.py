@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from jaxvec._ports.comparison import Case, LeafResult, SpaceResult
+from jaxvec._ports.original import space_like
 from jaxvec._ports.port import Port, advance, is_done
 from jaxvec.callbacks._functions import reset, step
 
@@ -25,6 +26,7 @@ class Program:
     port: Port
     policy: Callable[[jax.Array, Any, Any], Any]
     sent: Callable[[Any], dict[str, Any]]  # returns what workers get of a state, by path
+    compares_states: bool  # whether the original also returns its state
     each_step: bool  # whether the original is set to the port's state before each step
     num_envs: int
     num_steps: int
@@ -34,11 +36,12 @@ class Program:
     # Differences of the structure, shapes and dtypes of results, found while tracing.
     mismatches: dict[str, SpaceResult] = field(default_factory=dict)
 
-    def __call__(self, envs: Any, seed: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def __call__(self, envs: Any, seed: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
         root = jax.random.key(seed)
         time = jnp.ones(self.num_envs, jnp.int32)  # the number of the next step in its episode
         playing = {**self.begin(root, 0), "time": time, "parted": time < 0}
         handle, timestep = reset(envs, seed=seed)
+        handle, resets = self.sample_resets(handle, jax.random.fold_in(root, _RESETS))
         original_result = self.results_of(timestep)
         action, _, port_result = jax.eval_shape(self.step_port, playing)
         none = jnp.int32(0)
@@ -56,7 +59,26 @@ class Program:
         (_, _, tallies, counts), _ = jax.lax.scan(
             partial(self.body, root), carry, jnp.arange(1, self.num_steps + 1)
         )
-        return tallies, counts
+        return tallies, counts, resets
+
+    def sample_resets(self, handle: Any, root: jax.Array) -> tuple[Any, list[Any]]:
+        """Returns first observations and states of the port and of the original, by path."""
+
+        def body(handle: Any, number: Any) -> tuple[Any, list[Any]]:
+            begun = self.begin(root, number)
+            handle, timestep = reset(handle, seed=jax.random.fold_in(root, number))
+            sides = [{"obs": begun["obs"], **self.states(begun["state"])}, timestep.obs]
+            return handle, [
+                by_path({name: side.get(name, {}) for name in ("obs", "state")}) for side in sides
+            ]
+
+        rounds = jnp.arange(-(-_MIN_RESETS // self.num_envs))
+        handle, sides = jax.lax.scan(body, handle, rounds)
+        return handle, [{path: jnp.concatenate(each) for path, each in side.items()} for side in sides]
+
+    def states(self, states: Any) -> dict[str, Any]:
+        """Returns the states of all envs as a part of results, if states are compared."""
+        return {"state": jax.vmap(self.sent)(states)} if self.compares_states else {}
 
     def begin(self, root: jax.Array, number: Any) -> dict[str, Any]:
         """Returns new episodes of all envs."""
@@ -68,7 +90,8 @@ class Program:
         """Returns the actions of all envs, the port's states after them, and its results."""
         keys = jax.vmap(step_keys)(playing["keys"], playing["time"])
         action = jax.vmap(self.policy)(keys[:, 0], playing["obs"], playing["state"])
-        return action, *advance(self.port, keys[:, 1], playing["state"], action)
+        after, results = advance(self.port, keys[:, 1], playing["state"], action)
+        return action, after, {**results, **self.states(after)}
 
     def results_of(self, timestep: Any) -> dict[str, Any]:
         """Returns the original's results by path, named as those of the port."""
@@ -78,7 +101,8 @@ class Program:
 
     def shared_paths(self, ours: Any, theirs: Any) -> list[str]:
         """Returns the paths to compare, and records the others, and other shapes or dtypes."""
-        missing = [path for path in ours if path not in theirs and not path.startswith("info")]
+        optional = "info", "state"  # the original may return only a part of them
+        missing = [path for path in ours if path not in theirs and path.split("/")[0] not in optional]
         missing += [path for path in theirs if path not in ours and path not in _ENDS]
         for path in missing:
             texts = ["given" if path in results else "none" for results in (ours, theirs)]
@@ -89,7 +113,7 @@ class Program:
             shapes = [str(array.shape[1:]) for array in both]
             dtypes = [str(array.dtype) for array in both]
             for name, texts in (("shape", shapes), ("dtype", dtypes)):
-                if texts[0] != texts[1]:
+                if texts[0] != texts[1] and not (name == "dtype" and _is_below(path, "state")):
                     self.mismatches[f"{name} of {path}"] = SpaceResult(*texts, equal=False)
         paths = [path for path in paths if ours[path].shape == theirs[path].shape]
         for prefix in self.tolerances:
@@ -196,6 +220,8 @@ class Program:
 
 
 _NEVER = np.iinfo(np.int32).max
+_MIN_RESETS = 512  # number of resets whose observations and states are compared
+_RESETS = np.uint32(2**32 - 1)  # folded into the key of resets that start no episode
 _ENDS = ("terminated", "truncated", "done")
 
 
@@ -233,6 +259,12 @@ def sent_state(select_state: Callable[[Any], Any] | None, used: bool, state: Any
         return {}
     selected = by_path(state if select_state is None else select_state(state))
     return {path or "state": leaf for path, leaf in selected.items()}
+
+
+def state_space(port: Port, sent: Callable[[Any], dict[str, Any]]) -> spaces.Dict:
+    """Returns the space of the states that the workers get."""
+    shapes = jax.eval_shape(lambda key: sent(port.reset(key)[0]), jax.random.key(0))
+    return spaces.Dict({path: space_like(shape.shape, shape.dtype) for path, shape in shapes.items()})
 
 
 def seed_of(key: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
+from jaxvec._ports.comparison import SpaceResult
 from jaxvec.ports import Port, as_port, compare_distributions, compare_port, replay
 
 LIMIT, BOUND = 12, 3.0
@@ -56,6 +57,11 @@ def set_state(env, state):
     cart.position, cart.speed, cart.steps = state["position"], state["speed"], int(state["steps"])
 
 
+def get_state(env):
+    cart = env.unwrapped
+    return {"position": cart.position, "speed": cart.speed, "steps": cart.steps}
+
+
 def make_port(
     *,
     limit=LIMIT,
@@ -65,6 +71,9 @@ def make_port(
     order="first",
     space_high=4.0,
     start=1,
+    start_speed=0,
+    stale=False,
+    counted=1,
     resets=False,
     autoreset=None,
 ):
@@ -78,16 +87,17 @@ def make_port(
     def reset(key):
         state = {
             "position": jax.random.uniform(key, minval=-1, maxval=start),
-            "speed": jnp.float32(0),
+            "speed": jnp.float32(start_speed),
             "steps": jnp.int32(0),
             "last_reward": jnp.float32(0),
         }
-        return state, observe(state["position"], state["speed"])
+        drawn = jax.random.uniform(jax.random.split(key)[0], minval=-1, maxval=1)
+        return state, observe(drawn if stale else state["position"], jnp.float32(0))
 
     def step(key, state, action):
         speed = state["speed"] + jnp.float32(0.25) * sign * (action - 1)
         position = state["position"] + speed
-        steps = state["steps"] + 1
+        steps = state["steps"] + counted
         after = {"position": position, "speed": speed, "steps": steps, "last_reward": position}
         obs, terminated, truncated = observe(position, speed), jnp.abs(position) > bound, steps >= limit
         if resets:
@@ -161,6 +171,13 @@ MISTAKES = {
         {"obs/position", "obs/weights", "autoreset"},
         {"obs/position", "obs/weights"},
     ),
+    "hidden state": ({"counted": 0, "limit": 99}, {"state/steps", "time limit", "truncated"}, set()),
+    "first speed": ({"start_speed": 0.1}, {"reset state/speed"}, set()),
+    "first observation of another state": (
+        {"stale": True},
+        {"reset obs/position given state", "reset obs/weights given state"},
+        set(),
+    ),
 }
 
 
@@ -168,7 +185,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mode", ["one_step", pytest.param("free_running", marks=pytest.mark.slow)])
 def test_a_wrong_port_is_found_and_named(mistake, found, at_ends, mode):
     port = make_port(**mistake)
-    result = compare(port, mode=mode)
+    states = found & {"state/steps", "reset state/speed", "reset obs/position given state"}
+    result = compare(port, mode=mode, get_state=get_state if states else None)
     assert {*result.differences} <= found if mode == "free_running" else {*result.differences} == found
     assert result.differences
     with pytest.raises(AssertionError) as caught:
@@ -181,6 +199,7 @@ def test_a_wrong_port_is_found_and_named(mistake, found, at_ends, mode):
         assert ("only ends" in str(result)) == bool(at_ends)
     for path, leaf in leaves.items():
         names = {"port": port, "original": make_cart, "set_state": set_state, "policy": None}
+        names["get_state"] = get_state
         exec(result.replay(path), names)
         ours, theirs = (np.asarray(side[path]) for side in names["results"])
         assert (ours != theirs).any()
@@ -227,6 +246,20 @@ def test_free_running_episodes_end_at_their_first_difference():
     assert result.parted == result.leaves["reward"].different
     assert result.parted_after == 1
     assert result.episodes == 600
+
+
+def test_states_that_are_not_set_or_do_not_fit_are_named():
+    def forgets(env, state):
+        set_state(env, {**state, "steps": 3})
+
+    result = compare(make_port(), set_state=forgets, get_state=get_state)
+    assert result.spaces["set_state steps"] == SpaceResult("0", "3", False)
+    for returned, text in (
+        ("last", "the paths of the port's state are"),
+        ("steps", "2.5, and the port has int32"),
+    ):
+        with pytest.raises(jaxvec.EnvError, match=text):
+            compare(make_port(), get_state=lambda env, path=returned: {path: 2.5})
 
 
 def test_an_original_without_set_state_is_refused_in_one_step_mode():
