@@ -206,7 +206,7 @@ def kept_by_others() -> Counter[str]:
 def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
     """Fails the session if it leaves children, descriptors, maps or /dev/shm entries."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # JAX opens its descriptors now
-    lifeline.read_end()
+    lifeline.read_end(is_kept=True)
     before = scripts.leftovers()
     yield
     fork.end_all()

@@ -14,7 +14,7 @@ from jaxvec._engine.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
 
-_INTERRUPTED = 16  # the operation after a signal, `kEnd` in dispatch.h
+_NOTHING = 16  # the operation after a long sleep or a signal, `kEnd` in dispatch.h
 
 
 class NativeParentDispatch(ParentDispatch):
@@ -77,7 +77,7 @@ class NativeWorkerDispatch(WorkerDispatch):
             operation, count = self._worker.take(self._slots)
             if count:
                 break
-            if operation != _INTERRUPTED:
+            if operation != _NOTHING:
                 return self._channel.receive()
             if self._channel.has_ended():
                 raise EOFError

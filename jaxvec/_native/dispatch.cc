@@ -426,11 +426,12 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
     board.asleep[worker.index].extra.store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     int error = 0;
-    if (doorbell.word.load(std::memory_order_seq_cst) == seen) error = futex_wait(doorbell, seen, nullptr);
+    const timespec second = {1, 0};
+    if (doorbell.word.load(std::memory_order_seq_cst) == seen) error = futex_wait(doorbell, seen, &second);
     board.asleep[worker.index].word.store(0, std::memory_order_seq_cst);
     const uint32_t to_wake = doorbell.extra.exchange(0, std::memory_order_seq_cst);
     wake_sleepers(board, worker.index + 1, worker.index + 1 + to_wake);
-    if (error == EINTR) {
+    if (error == ETIMEDOUT || error == EINTR) {
       *operation = kEnd;
       return;
     }

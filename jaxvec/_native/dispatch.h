@@ -97,7 +97,7 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
 void mark_notices_seen(Parent& parent);
 
 // Waits for work or a notice. `count` becomes 0 for a notice, else the number of slots with one `operation`.
-// After a signal, `count` is 0 and `operation` is `kEnd`.
+// After a second without either, or a signal, `count` is 0 and `operation` is `kEnd`.
 // `slots` has room for all slots of the worker. While this core is busy, a thread of this process makes the
 // kernel look more often whether the worker may run.
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count);

@@ -123,6 +123,7 @@ class _ForkServer:
             with server_end, Output().streams(0) as streams:
                 self._process = start(
                     "jaxvec._workers.forkserver",
+                    lifeline.read_end(),
                     server_end.fileno(),
                     os.getpid(),
                     env=env,

@@ -49,7 +49,7 @@ from jaxvec._workers.spawn import kill_group
 # Processes that envs have started end with their worker, even in sessions of their own. Each worker adopts
 # the orphans among its descendants, and the server those of a dead worker.
 # When the program closes the socket, as at its own end, the server ends after its last worker. Workers that
-# have not closed their envs by `_CLOSE_TIMEOUT` after the program's end are killed. Until then, the server
+# have not closed their envs by `CLOSE_TIMEOUT` after the program's end are killed. Until then, the server
 # keeps the lifeline open. It watches the program, too, since a process forked by C code may have inherited
 # the socket and the lifeline.
 
@@ -59,7 +59,6 @@ NUMBER = struct.Struct("!I")
 ANSWER = struct.Struct("!Ii")
 _MAX_MESSAGE = 1 << 18  # bytes; above the kernel's limit
 _POLL_INTERVAL = 0.02  # seconds
-_CLOSE_TIMEOUT = 5.0  # seconds for the workers of a program that has ended
 
 
 class ThreadsError(RuntimeError):
@@ -201,7 +200,7 @@ class _Server:
     def _drain(self, poll: select.poll) -> NoReturn:
         """Waits for the workers to close their envs, and exits; after the program's end, not for long."""
         poll.unregister(self._requests)
-        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        deadline = time.monotonic() + _lifeline.CLOSE_TIMEOUT
         while self._workers:
             time.sleep(_POLL_INTERVAL)
             has_ended = bool(poll.poll(0))
@@ -210,8 +209,6 @@ class _Server:
                 if has_ended:
                     break
             for number, pid in [*self._workers.items()]:
-                if has_ended:
-                    os.kill(pid, signal.SIGCONT)  # ends its sleep; again, as it may have been about to sleep
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     kill_group(pid)  # what its envs have started
                     os.waitpid(pid, 0)

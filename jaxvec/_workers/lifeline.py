@@ -4,6 +4,9 @@ Only the program holds the write end of a pipe, the lifeline, so its death close
 kernel then sends SIGKILL to each process group that holds the read end, even while an env holds the GIL.
 PR_SET_PDEATHSIG would fire when the starting *thread* ends. On other systems a thread reads the pipe.
 
+Spawned workers hold the read end of another pipe. A process of its own, the keeper, keeps it open until they
+have closed their envs, or for `CLOSE_TIMEOUT`. Forked ones have the fork server for that.
+
 As a program, `python lifeline.py DESCRIPTOR MODULE INTEGER...`, it first holds the lifeline, and then calls
 `MODULE.main(lifeline, *integers)`. It imports only the standard library, so that no time passes before.
 """
@@ -14,22 +17,46 @@ import fcntl
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 from contextlib import suppress
 from typing import IO
 
-_pipe: tuple[int, int] | None = None  # the read and write end of this process's pipe; guarded by `_lock`
+CLOSE_TIMEOUT = 5.0  # seconds for the workers of a program that has ended
+
+# The keeper has the pipe of spawned workers as stdout. Python reads this from stdin to the end, which is the
+# program's end, before it runs it.
+_KEEPER = f"""
+import select
+poll = select.poll()
+poll.register(1, 0)  # POLLERR, reported in any case: no worker is left
+poll.poll({CLOSE_TIMEOUT * 1000})
+"""
+
+# These guarded by `_lock`. Both ends of the lifeline, of that of spawned workers, and of the keeper's stdin.
+_pipes: tuple[int, ...] = ()
+_keeper: subprocess.Popen[bytes] | None = None
 _lock = threading.Lock()
 
 
-def read_end() -> int:
-    """Returns the read end of this process's lifeline, which child processes inherit."""
-    global _pipe
+def read_end(*, is_kept: bool = False) -> int:
+    """Returns the read end of this process's lifeline, or of the one with a keeper, for child processes."""
+    global _pipes, _keeper
     with _lock:
-        if _pipe is None:
-            _pipe = os.pipe()
-        return _pipe[0]
+        _pipes = _pipes or os.pipe()
+        if not is_kept:
+            return _pipes[0]
+        if len(_pipes) == 2:
+            _pipes += os.pipe() + os.pipe()
+            os.write(_pipes[-1], _KEEPER.encode())
+        *_, kept, held, source, _ = _pipes
+        if _keeper is None:
+            null = subprocess.DEVNULL
+            command = [sys.executable, "-IS", "-"]
+            _keeper = subprocess.Popen(command, stdin=source, stdout=held, stderr=null, process_group=0)
+            _keeper.returncode = 0  # keeps Popen from warning that it still runs
+        return kept
 
 
 def hold(lifeline: int) -> int:
@@ -85,12 +112,12 @@ def release(lifeline: int) -> IO[bytes]:
 
 def _close_in_fork() -> None:
     # A fork of the program must not hold the write end, which would keep workers alive after the program.
-    global _pipe, _lock
+    global _pipes, _keeper, _lock
     _lock = threading.Lock()  # another thread may have held it
-    if _pipe is not None:
-        for descriptor in _pipe:
-            os.close(descriptor)
-        _pipe = None
+    for descriptor in _pipes:
+        os.close(descriptor)
+    _pipes = ()
+    _keeper = None
 
 
 os.register_at_fork(after_in_child=_close_in_fork)

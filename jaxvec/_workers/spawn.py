@@ -104,6 +104,7 @@ class Spawner:
         try:
             process = start(
                 "jaxvec._workers.worker",
+                lifeline.read_end(is_kept=True),
                 worker_end,
                 env=environ(self._changes),
                 interpreter=self._interpreter,
@@ -126,6 +127,7 @@ def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 def start(
     module: str,
+    lifeline_end: int,
     descriptor: int,
     *arguments: int,
     env: Mapping[str, str],
@@ -134,12 +136,12 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts an interpreter that runs `module.main(lifeline, descriptor, *arguments)`.
 
-    It ends with this process, inherits `descriptor`, and leads its own process group. `streams` become its
+    It ends with the lifeline, inherits `descriptor`, and leads its own process group. `streams` become its
     stdout and stderr.
     """
     command, env = interpreter.command(dict(env))
     with ExitStack() as stack:
-        lifeline_end = _above_standard(lifeline.read_end(), stack)
+        lifeline_end = _above_standard(lifeline_end, stack)
         descriptor = _above_standard(descriptor, stack)
         return subprocess.Popen(
             [*command, str(lifeline_end), module, *map(str, (descriptor, *arguments))],

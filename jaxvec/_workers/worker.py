@@ -75,12 +75,9 @@ def main(lifeline: int, control: int) -> None:
 
 def run_worker(channel: Channel) -> None:
     """Builds the envs and serves until the end of the control socket."""
-    # The parent takes end of file as the end of the worker, which may still have threads and functions of
-    # `atexit` to run: this function runs last, and lets the interpreter end without a ResourceWarning.
-    atexit.register(channel.leave_open)
+    atexit.register(_leave, channel)  # runs last
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # for the processes of envs, as in the fork server
-    signal.signal(signal.SIGCONT, lambda *_: None)  # ends the sleep in `receive`, at the program's end
     watch_forks()
     with suppress(EOFError):  # the parent closed the pool
         setup: Setup = channel.receive_message()
@@ -144,6 +141,13 @@ def run_worker(channel: Channel) -> None:
                     close_envs([*envs, *spares], setup.first, size, report_closed)
                 if retires:  # last, since the parent then ends this process
                     channel.send(Retired())
+
+
+def _leave(channel: Channel) -> None:
+    if channel.has_ended():  # the program has, too, so only this process can end what its envs have started
+        os.killpg(0, signal.SIGKILL)
+    # The parent takes end of file as the end of the worker, so the interpreter does not close the socket.
+    channel.leave_open()
 
 
 def _filter_warnings(filters: Sequence[WarningFilter]) -> None:

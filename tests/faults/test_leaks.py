@@ -66,15 +66,18 @@ FORKS = "driver.step(); print('stepped', flush=True); signal.pause()"
 
 CLOSING = r"""
 class Closing(Env):
+    def __init__(self):
+        __import__("subprocess").Popen(["sleep", "1000"])  # which has the script's stdout, too
     def close(self):
         CLOSE
-others = jaxvec.make(Closing, 2, num_workers=2)
+others = jaxvec.make(Closing, 2, num_workers=2, workers=jaxvec.Workers(start_method="START_METHOD"))
 others.reset()
 print(*others.call("pid"), flush=True)
 THEN
 """
 
 
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
 @pytest.mark.parametrize(
     ("close", "then", "output"),
@@ -85,10 +88,10 @@ THEN
     ],
     ids=["idle", "while steps go on", "close hangs"],
 )
-def test_workers_close_their_envs_when_sigterm_ends_the_program(close, then, output, dispatch):
-    if reason := fork.reason_unavailable():
+def test_workers_close_their_envs_when_sigterm_ends_the_program(close, then, output, dispatch, start_method):
+    if start_method == "forkserver" and (reason := fork.reason_unavailable()):
         pytest.skip(reason)
-    closing = CLOSING.replace("CLOSE", close).replace("THEN", then)
+    closing = CLOSING.replace("CLOSE", close).replace("THEN", then).replace("START_METHOD", start_method)
     with run_script(then="envs.close()" + closing, dispatch=dispatch) as script:
         read_pids(script)
         pids = read_pids(script)

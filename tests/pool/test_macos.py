@@ -168,8 +168,9 @@ envs.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_the_program(number):
+def test_workers_close_their_envs_and_end_with_the_program(number):
     source = f"""
+Env.close = lambda env: os.write(1, b"closed\\n")
 envs = jaxvec.make(Env, 2, num_workers=2)
 envs.reset(seed=0)
 print(*envs.map(lambda env: os.getpid()), flush=True)
@@ -177,9 +178,9 @@ os.kill(os.getpid(), {number:d})
 """
     done = run_python("-c", ENV + source, env=MACOS)
     assert done.returncode == -number, done.stderr
-    pids = [int(word) for word in done.stdout.split()]
-    assert len(pids) == 2
-    assert gone(pids)
+    pids, *closed = done.stdout.splitlines()
+    assert closed == ["closed"] * 2
+    assert gone(map(int, pids.split()))
 
 
 def test_a_step_that_takes_too_long_raises_and_close_ends_the_worker():
