@@ -204,11 +204,14 @@ def test_plrs_workers_do_not_import_jax():
         assert not {"jax", "jaxlib", "flax", "optax"} & modules
 
 
+@pytest.fixture
+def ippo():
+    reason = "PettingZoo is not installed"
+    return pytest.importorskip("jaxvec.examples.ippo", reason=reason, exc_type=ImportError)
+
+
 @pytest.mark.slow
-def test_ippo_masks_agents_that_left():
-    ippo = pytest.importorskip(
-        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
-    )
+def test_ippo_masks_agents_that_left(ippo):
     from support import leaving_agents
 
     config = ippo.Config(num_envs=2, num_steps=8, num_minibatches=1)
@@ -247,10 +250,7 @@ LEAVING = "--env support.leaving_agents --num-envs 8 --num-workers 1 --num-steps
 
 
 @pytest.mark.slow
-def test_ippo_learns():
-    ippo = pytest.importorskip(
-        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
-    )
+def test_ippo_learns(ippo):
     run = ippo.main([*LEAVING.split(), "--total-steps", "4000"])
     assert run.env_steps == 4096
     assert run.metrics()["episode_return"][0] < 2  # of 10 / 3, by chance 1.1
@@ -258,10 +258,7 @@ def test_ippo_learns():
 
 
 @pytest.mark.nightly
-def test_ippo_resumed_equals_an_uninterrupted_run():
-    ippo = pytest.importorskip(
-        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
-    )
+def test_ippo_resumed_equals_an_uninterrupted_run(ippo):
     words = [*LEAVING.split(), "--total-steps", "900", "--name"]
     assert ippo.main([*words, "whole"]).env_steps == 1024
     assert ippo.main([*words, "half", "--stop-at=-1e9"]).env_steps < 1024
@@ -271,10 +268,7 @@ def test_ippo_resumed_equals_an_uninterrupted_run():
     assert_same_leaves("runs/half", "runs/whole")
 
 
-def test_ippo_names_the_module_that_is_missing(capsys):
-    ippo = pytest.importorskip(
-        "jaxvec.examples.ippo", reason="PettingZoo is not installed", exc_type=ImportError
-    )
+def test_ippo_names_the_module_that_is_missing(ippo, capsys):
     with pytest.raises(SystemExit):
         ippo.main(["--env", "no_module.env"])
     assert "--env no_module.env: No module named 'no_module'" in capsys.readouterr().err
