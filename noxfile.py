@@ -179,9 +179,9 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site, with warnings as errors, in the folder that the variable SITE names."""
     site = Path(os.environ.get("SITE") or session.cache_dir / "site")
-    session.install(f"{wheel(session)}[test]", "weasyprint", "--group", "docs")
+    session.install(f"{wheel(session)}[test]", "playwright", "weasyprint", "--group", "docs")
     session.env["SITE"] = str(site)
-    pytest(session, "tests/docs/test_site.py", may_skip="(?!)")  # which builds the site
+    pytest(session, *files("docs", "site", "browser"), may_skip="no browser")  # which build the site
     # Pages load no script, style, font or picture from another host. Mermaid's diagrams would.
     load = r"""<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>"""
     style = r"""(?:@import +|url\()["']?(?:https?:)?//[^)]*"""

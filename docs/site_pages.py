@@ -161,7 +161,18 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     sentence = " ".join((first[0] if first else "").split())
     sentence = re.split(r"(?<=[.:]) (?=[A-Z*`\[])", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence))[0]
     _texts[page.file.src_uri] = page.title, page.file.url, sentence, markdown
+    content = _CALL.sub(r"\g<0><wbr>", _LINE.sub(_indent, content))
     return _TOPIC.sub(_fold, content)
+
+
+# narrow.css wraps lines of code that do not fit: right of their start, and behind the bracket of a call.
+_CALL = re.compile(r'</span><span class="p">\([(\[{]*</span>')
+_LINE = re.compile(r'<span id="[^"]*line-\d+-\d+">(?=(?:<span[^>]*>)?( *))')  # by pymdownx.highlight
+
+
+def _indent(line: re.Match[str]) -> str:
+    """Replaces the id of a line of code by its class and indentation."""
+    return f'<span class="line" style="--indent: {len(line[1])}ch">'
 
 
 # A section of arguments with its own title, as `Args: Workers`. The titles of others end with a colon.
