@@ -100,7 +100,7 @@ _DM = "from jaxvec.adapters.dm_env import DmEnv"
 FAMILIES = (
     Family("Gymnasium classic control", '"gymnasium[classic-control]"', '"CartPole-v1"'),
     Family("Gymnasium toy text", '"gymnasium[toy-text]"', '"FrozenLake-v1"'),
-    Family("Gymnasium Box2D", '"gymnasium[box2d]"', '"LunarLander-v3"', caveat="for states: `ReplayEnv`"),
+    Family("Gymnasium Box2D", '"gymnasium[box2d]"', '"LunarLander-v3"'),
     Family("Gymnasium MuJoCo", '"gymnasium[mujoco]"', '"HalfCheetah-v5"'),
     Family("ALE: Atari", "ale-py opencv-python-headless", '"ale_py:ALE/Breakout-v5"', steps=100),
     Family(
