@@ -131,18 +131,8 @@ class Staging : public Copies {
   }
 
   // If the event has failed, so has the device, and nothing is copied any more.
-  bool done() override {
-    const Event* const recorded = recorded_;
-    if (recorded == nullptr) return true;
-    const Activation activation(driver, recorded->context);
-    return driver.query(recorded->event) != kNotReady;
-  }
-  void wait() override {
-    const Event* const recorded = recorded_;
-    if (recorded == nullptr) return;
-    const Activation activation(driver, recorded->context);
-    driver.await(recorded->event);
-  }
+  bool done() override { return call_with_event(driver.query) != kNotReady; }
+  void wait() override { call_with_event(driver.await); }
 
   void reuse() { taken_ = 0; }
 
@@ -156,6 +146,13 @@ class Staging : public Copies {
     void* context;
     void* event;
   };
+
+  int call_with_event(int (*function)(void* event)) {
+    const Event* const recorded = recorded_;
+    if (recorded == nullptr) return kSuccess;
+    const Activation activation(driver, recorded->context);
+    return function(recorded->event);
+  }
 
   char* memory_;
   size_t taken_ = 0;

@@ -89,8 +89,8 @@ void send(Parent& parent, uint32_t operation, const int64_t* slots, uint32_t cou
 // Wakes a worker after a message was written to its control socket.
 void notify_worker(Board& board, uint32_t worker);
 
-// Waits until `count` of the slots belong to the parent, up to `deadline` on the monotonic clock. May be
-// called again after any other outcome.
+// Waits up to `deadline` until `count` of the slots belong to the parent. May be called again after any
+// outcome.
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t deadline);
 
 // Called before the control sockets are polled; earlier notices no longer end a wait.

@@ -261,7 +261,7 @@ Status Engine::step(Request& request, const std::vector<int64_t>& slots, Target&
   advance(slots, request);
   hold(slots.data(), size(slots), false);
   leave();
-  if (await(slots, size(slots), start, &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
+  if (!await(slots, size(slots), start, &request.waited_ns)) return Status::kUnderWay;
   if (slots.size() == all_.size()) state.steps_ns.fetch_add(request.waited_ns, std::memory_order_relaxed);
   finish(slots, request.results, target);
   release();
@@ -308,9 +308,7 @@ Status Engine::recv(Request& request, const std::vector<int64_t>& handle, Target
   advance(handle, request);
   hold(&queue_, 1, false);
   leave();
-  if (await(sent, plan_.batch_size, now_ns(), &request.waited_ns) == Status::kUnderWay) {
-    return Status::kUnderWay;
-  }
+  if (!await(sent, plan_.batch_size, now_ns(), &request.waited_ns)) return Status::kUnderWay;
   while (!enter(&queue_, 0, false, kEnterTimeoutNs)) {  // other threads are inside only briefly
   }
   const std::vector<int64_t> slots = receive_batch(sent);
@@ -396,11 +394,11 @@ void Engine::advance(const std::vector<int64_t>& slots, const Request& request) 
   state.last_caller = request.caller_code;
 }
 
-Status Engine::await(const std::vector<int64_t>& slots, uint32_t count, int64_t start, int64_t* waited_ns) {
+bool Engine::await(const std::vector<int64_t>& slots, uint32_t count, int64_t start, int64_t* waited_ns) {
   const Recording recording(trace, kWaiting);
   const Outcome outcome = wait(*plan_.parent, slots.data(), size(slots), count, start + plan_.wait_ns);
   *waited_ns = now_ns() - start;
-  return outcome == kDone ? Status::kDone : Status::kUnderWay;
+  return outcome == kDone;
 }
 
 // Removes a batch from the queue of pending envs and returns it, in the order of `recv`'s results.

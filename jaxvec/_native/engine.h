@@ -227,7 +227,7 @@ class Engine {
   void dispatch(const std::vector<int64_t>& slots, const void* const* actions);
   Status step_here(Request& request, const std::vector<int64_t>& slots, Target& target);
   void advance(const std::vector<int64_t>& slots, const Request& request);
-  Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t start, int64_t* waited_ns);
+  bool await(const std::vector<int64_t>& slots, uint32_t count, int64_t start, int64_t* waited_ns);
   std::vector<int64_t> receive_batch(std::vector<int64_t> sent);
   void finish(const std::vector<int64_t>& slots, void* const* results, Target& target);
   void deliver(Target& target);

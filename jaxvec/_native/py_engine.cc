@@ -64,8 +64,8 @@ void parent_send(ParentEnd& end, uint32_t operation, const Slots& slots) {
 void parent_notify_worker(ParentEnd& end, uint32_t worker) { notify_worker(end.board, worker); }
 
 bool parent_wait(ParentEnd& end, const Slots& slots, uint32_t count, int64_t timeout_ns) {
-  return without_gil([&] { return wait(end, slots.data, slots.count, count, now_ns() + timeout_ns); }) ==
-         kDone;
+  return without_gil(
+      [&] { return wait(end, slots.data, slots.count, count, now_ns() + timeout_ns) == kDone; });
 }
 
 void parent_mark_notices_seen(ParentEnd& end) { mark_notices_seen(end); }
