@@ -252,6 +252,14 @@ def test_no_cuda_graph_has_a_call_in_it(tmp_path, options, envs):
     assert graphs_seen > 0, thunks
 
 
+def test_one_cuda_graph_splits_and_stacks_all_results(gpus, envs):
+    thunks = gpus.compile(scan, *arguments(envs)).thunks
+    if thunks is None:
+        pytest.skip("this release of XLA does not say what is in its CUDA graphs")
+    body = thunks.partition("body:")[2]
+    assert re.findall(r"^    \d+: (\w+)", body, re.MULTILINE)[-2:] == ["kCustomCall", "kCommandBuffer"]
+
+
 # --- TPUs -----------------------------------------------------------------------------------------------
 
 
