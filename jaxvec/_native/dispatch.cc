@@ -199,16 +199,11 @@ uint32_t count_completed(const Board& board, const int64_t* slots, uint32_t num_
   return completed;
 }
 
-class Waiter {
- public:
-  explicit Waiter(Parent& parent) : parent_(parent) {
-    parent_.waiters.fetch_add(1, std::memory_order_seq_cst);
-  }
-  ~Waiter() { parent_.waiters.fetch_sub(1, std::memory_order_seq_cst); }
-  Waiter(const Waiter&) = delete;
+struct Waiter {
+  explicit Waiter(Parent& parent) : waiters(parent.waiters) { ++waiters; }
+  ~Waiter() { --waiters; }
 
- private:
-  Parent& parent_;
+  std::atomic<uint32_t>& waiters;  // its operators are seq_cst
 };
 
 void ring(Board& board, uint32_t worker) {

@@ -43,22 +43,17 @@ void watch(int signal) {
   sigaction(signal, &current, nullptr);
 }
 
-bool is_check_due() {
-  static std::atomic<int64_t> next{0};
-  const int64_t now = now_ns();
-  if (now < next.load(std::memory_order_relaxed)) return false;
-  next.store(now + kCheckIntervalNs, std::memory_order_relaxed);
-  return true;
-}
-
 }  // namespace
 
 void watch_signals() {
   static std::mutex watching;
+  static int64_t next_check = 0;  // under `watching`
   const std::unique_lock lock(watching, std::try_to_lock);
   if (!lock.owns_lock()) return;  // another thread is doing this
   watch(SIGINT);
-  if (!is_check_due()) return;
+  const int64_t now = now_ns();
+  if (now < next_check) return;
+  next_check = now + kCheckIntervalNs;
   for (const int signal : kOthers) watch(signal);
 }
 

@@ -64,6 +64,13 @@ inline bool is_true(int answer) {
   return answer != 0;
 }
 
+// Clears the Python error that is set, if there is one. Returns whether there was.
+inline bool clear_error() {
+  const bool is_set = PyErr_Occurred() != nullptr;
+  PyErr_Clear();
+  return is_set;
+}
+
 template <typename... Arguments>
 [[noreturn]] void raise(PyObject* type, const char* format, Arguments... arguments) {
   PyErr_Format(type, format, arguments...);
@@ -156,16 +163,13 @@ class WithGil {
 // Runs `work` while other threads may run Python, and returns its result.
 template <typename Work>
 auto without_gil(const Work& work) {
-  PyThreadState* const state = PyEval_SaveThread();
-  const auto restore = [state] { PyEval_RestoreThread(state); };
-  if constexpr (std::is_void_v<decltype(work())>) {
-    work();
-    take_gil(restore);
-  } else {
-    auto result = work();
-    take_gil(restore);
-    return result;
-  }
+  struct Restore {
+    ~Restore() {
+      take_gil([this] { PyEval_RestoreThread(state); });
+    }
+    PyThreadState* const state = PyEval_SaveThread();
+  } const restore;
+  return work();
 }
 
 // A Python object that holds a `T`. The functions of this module make it, Python code can't.

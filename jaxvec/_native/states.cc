@@ -142,10 +142,7 @@ bool is_same_object(PyObject* node, PyObject* object, const Nodes& nodes, Visite
   const Ref cls = get(node, class_name), saved = get(node, fields_name);
   if (class_of(object) != cls.get()) return false;
   const Ref held(PyObject_GetAttr(object, dict_name));
-  if (!held) {  // it has slots only
-    PyErr_Clear();
-    return false;
-  }
+  if (clear_error()) return false;  // it has slots only
   const Fields fields(saved.get());
   if (!visited->add(held.get())) return false;
   PyObject *name, *value;

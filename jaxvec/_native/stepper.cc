@@ -31,10 +31,7 @@ bool write_integer(PyArrayObject* rows, char* row, PyObject* value) {
   if (!PyIndex_Check(value)) return false;
   const Ref index(PyNumber_Index(value));
   const int64_t number = index ? PyLong_AsLongLong(index.get()) : -1;
-  if (PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    return false;
-  }
+  if (clear_error()) return false;
   return jaxvec::with_integer(dtype_in(rows), [&](auto stored) {
     const bool fits = jaxvec::narrow<int64_t, decltype(stored)>(&number, &stored, 1);
     if (fits) std::memcpy(row, &stored, sizeof stored);
@@ -60,10 +57,7 @@ bool read_number(PyObject* value, double* number) {
   if (read_float(value, number)) return true;
   if (!PyLong_CheckExact(value)) return false;
   const long long integer = PyLong_AsLongLong(value);
-  if (integer == -1 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    return false;
-  }
+  if (integer == -1 && clear_error()) return false;
   *number = static_cast<double>(integer);
   return true;
 }
@@ -278,10 +272,7 @@ bool write_step(const Stepper& self, PyObject* number, Py_ssize_t index, PyObjec
   if (!(is_vector ? read_vector(self, given) : read_number(given, rewards))) return false;
   const int terminated = PyObject_IsTrue(PyTuple_GetItem(result, 2));
   const int truncated = PyObject_IsTrue(PyTuple_GetItem(result, 3));
-  if (PyErr_Occurred() != nullptr) {
-    PyErr_Clear();  // Python will raise it again
-    return false;
-  }
+  if (clear_error()) return false;  // Python will raise it again
   auto* returns = static_cast<double*>(row_of(self.returns, index));
   int64_t& length = *static_cast<int64_t*>(row_of(self.lengths, index));
   for (npy_intp i = 0; i < self.num_rewards; ++i) {
