@@ -132,9 +132,9 @@ struct Setup {
     Worker worker = {board, index, first_slot(board, index), first_slot(board, index + 1), 0};
     std::vector<int64_t> slots(worker.stop - worker.first);
     for (;;) {
-      uint32_t operation, count;
+      uint32_t operation = 0, count;
       take(worker, &operation, slots.data(), &count);
-      if (count == 0) return;
+      if (count == 0 && operation != kEnd) return;
       for (uint32_t i = 0; i < count; ++i) {
         const int64_t slot = slots[i];
         const uint32_t value = action.as<uint32_t>()[slot];

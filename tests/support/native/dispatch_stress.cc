@@ -29,9 +29,9 @@ void work(Board board, uint32_t index, std::vector<uint32_t>& rows, const std::a
   std::vector<int64_t> slots(last - first);
   std::mt19937 random(index);
   for (;;) {
-    uint32_t operation, count;
+    uint32_t operation = 0, count;
     take(worker, &operation, slots.data(), &count);
-    if (count == 0) {
+    if (count == 0 && operation != kEnd) {
       check(notices != kNone, "a notice without a message");
       if (notices == kStop) return;
     }
@@ -73,7 +73,7 @@ void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, std::ve
     while (!sent.empty()) {  // in batches, as a first-ready pool would
       const uint32_t batch = 1 + random() % uint32_t(sent.size());
       Outcome outcome;
-      do outcome = wait(parent, sent.data(), uint32_t(sent.size()), batch, 4'000'000'000);
+      do outcome = wait(parent, sent.data(), uint32_t(sent.size()), batch, now_ns() + 4'000'000'000);
       while (outcome == kInterrupted);
       check(outcome == kDone, "a wait that did not end");
       std::vector<int64_t> left;
@@ -129,7 +129,7 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   notify_parent(parent.board);
   check(wait(parent, &slot, 1, 1, 0) == kLookAround, "a notice that was not seen");
   mark_notices_seen(parent);
-  check(wait(parent, &slot, 1, 1, 1'000'000) == kTimeout, "a wait for nothing");
+  check(wait(parent, &slot, 1, 1, now_ns() + 1'000'000) == kTimeout, "a wait for nothing");
 }
 
 // The worker that should wake the others of its block has died in its sleep.
@@ -153,7 +153,8 @@ void run_without_the_first_worker() {
   Parent parent = {board, stops.data(), nullptr, 0, 0, {0}, {0}, {0}};
   send(parent, kStep, slots.data(), kWorkers);
   check(words.doorbell[0].extra > 0, "the first worker was not to wake any");
-  check(wait(parent, &slots[1], kWorkers - 1, kWorkers - 1, 4'000'000'000) == kDone, "a block slept on");
+  check(wait(parent, &slots[1], kWorkers - 1, kWorkers - 1, now_ns() + 4'000'000'000) == kDone,
+        "a block slept on");
   for (uint32_t w = 1; w < kWorkers; ++w) check(rows[w] == part_of(kStep), "a row without its step");
   notices = kStop;
   for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(parent.board, w);

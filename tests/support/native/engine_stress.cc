@@ -60,9 +60,9 @@ void work(Board board, uint32_t index, Rows& rows) {
   std::vector<int64_t> slots(kSlots);
   std::mt19937 random(index);
   for (;;) {
-    uint32_t operation, count;
+    uint32_t operation = 0, count;
     take(worker, &operation, slots.data(), &count);
-    if (count == 0) return;
+    if (count == 0 && operation != kEnd) return;
     for (uint32_t i = 0; i < count; ++i) {
       if (random() % 200 == 0) std::this_thread::sleep_for(std::chrono::microseconds(400));
       rows.result[slots[i]] = 2 * rows.action[slots[i]];
