@@ -30,7 +30,7 @@ def check_count(name: str, value: Any, least: int, num_envs: int | None = None) 
     return count
 
 
-CANDIDATES = ("core",)
+CANDIDATES = ("core", "spin")
 
 
 def candidates() -> set[str]:
@@ -40,6 +40,8 @@ def candidates() -> set[str]:
 
     - `core`: From 8 usable cores on, a pool has by default one worker less than there are cores, so that
       the program has a core of its own.
+    - `spin`: A thread that waits for a step polls twice as long as the latest steps took on average, up to
+      2 ms, instead of 50 us.
     """
     words = {*os.environ.get("JAXVEC_CANDIDATES", "").split(",")} - {""}
     for word in words:

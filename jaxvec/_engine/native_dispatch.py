@@ -13,7 +13,9 @@ from jaxvec._engine.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Work, 
 from jaxvec._engine.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
+from jaxvec._settings import candidates
 
+_LONGEST_SPIN_NS = 2_000_000  # after longer waits, a wake of about 50 us matters little
 _NOTHING = 16  # the operation after a long sleep or a signal, `kEnd` in dispatch.h
 
 
@@ -29,7 +31,9 @@ class NativeParentDispatch(ParentDispatch):
         super().__init__(marks)
         stops = np.array([stop for _, stop in slices])
         sockets = np.array([channel.fileno() for channel in channels], np.int32)
-        self.native_end = load().parent(marks, stops, sockets, spin_ns, int(DEATH_CHECK_INTERVAL * 1e9))
+        longest_spin_ns = _LONGEST_SPIN_NS if "spin" in candidates() else 0
+        look_around_ns = int(DEATH_CHECK_INTERVAL * 1e9)
+        self.native_end = load().parent(marks, stops, sockets, spin_ns, look_around_ns, longest_spin_ns)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         self.native_end.send(verb, slots)

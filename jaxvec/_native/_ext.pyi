@@ -35,7 +35,13 @@ class Worker:
     def notify_parent(self) -> None: ...
 
 def parent(
-    marks: Marks, stops: NDArray[Any], sockets: NDArray[Any], spin_ns: int, look_around_ns: int, /
+    marks: Marks,
+    stops: NDArray[Any],
+    sockets: NDArray[Any],
+    spin_ns: int,
+    look_around_ns: int,
+    longest_spin_ns: int,
+    /,
 ) -> Parent:
     """Returns the parent's end. `stops` has the end of each worker's slots."""
 

@@ -181,12 +181,18 @@ bool notified(const Parent& parent) {
 
 // Returns whether the control sockets need attention although the slots are completed. The sockets are polled
 // at intervals, as a program with batches that are always ready would otherwise never notice a failed worker.
-bool needs_attention(Parent& parent) {
+bool needs_attention(Parent& parent, int64_t now) {
   if (notified(parent)) return true;
-  const int64_t now = now_ns();
   if (now - parent.looked_ns.load(std::memory_order_relaxed) < parent.board.look_around_ns) return false;
   parent.looked_ns.store(now, std::memory_order_relaxed);
   return any_readable(parent);
+}
+
+// Returns how long a wait polls before it sleeps.
+int64_t spin_time(const Parent& parent) {
+  const int64_t usual = std::min<int64_t>(parent.board.spin_ns, kMaxParentSpinNs);
+  const int64_t expected = 2 * parent.mean_wait_ns.load(std::memory_order_relaxed);
+  return usual > 0 && expected <= parent.longest_spin_ns ? std::max(usual, expected) : usual;
 }
 
 uint32_t count_completed(const Board& board, const int64_t* slots, uint32_t num_slots) {
@@ -360,13 +366,20 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
   ask_for_short_slices();
   Board& board = parent.board;
   const Waiter waiter(parent);
-  Spin spin(std::min<int64_t>(board.spin_ns, kMaxParentSpinNs));
+  const int64_t start = now_ns();
+  Spin spin(spin_time(parent));
   for (;;) {
     // Workers store `completed`, then add to `finished`. So a slot that is not completed below is added to
     // `finished` after this load.
     const uint32_t finished = board.finished->word.load(std::memory_order_seq_cst);
     const uint32_t completed = count_completed(board, slots, num_slots);
-    if (completed >= count) return needs_attention(parent) ? kLookAround : kDone;
+    if (completed >= count) {
+      const int64_t now = now_ns();
+      const int64_t mean = parent.mean_wait_ns.load(std::memory_order_relaxed);
+      // An estimate: of several threads that do this at once, one may count.
+      parent.mean_wait_ns.store(mean + (now - start - mean) / 4, std::memory_order_relaxed);
+      return needs_attention(parent, now) ? kLookAround : kDone;
+    }
     // As with a worker's doorbell: we store `target` and add to `sleepers`, then load `finished`; workers add
     // to `finished`, then load both. Either we see the new value, or the worker sees that it has to wake us.
     // Slots of other threads count, too, so a wake may come too early, but never too late. A single waiter

@@ -58,10 +58,12 @@ struct Parent {
   const int64_t* stops;    // [num_workers] end of each worker's slots, which start at the previous end
   const int32_t* sockets;  // [num_sockets] descriptors of control sockets; one may stand for several sockets
   uint32_t num_sockets;
-  int64_t request_number;              // latest request; workers serve requests in this order
-  std::atomic<uint32_t> waiters;       // number of threads in `wait`
-  std::atomic<uint32_t> seen_notices;  // value of `parent_notices` at the last poll
-  std::atomic<int64_t> looked_ns;      // time of the latest poll of the sockets by a wait
+  int64_t request_number;                // latest request; workers serve requests in this order
+  std::atomic<uint32_t> waiters;         // number of threads in `wait`
+  std::atomic<uint32_t> seen_notices;    // value of `parent_notices` at the last poll
+  std::atomic<int64_t> looked_ns;        // time of the latest poll of the sockets by a wait
+  std::atomic<int64_t> mean_wait_ns{0};  // average of the latest waits for completed slots
+  int64_t longest_spin_ns = 0;           // a wait polls twice that average, unless that is more than this
 };
 
 struct Worker {

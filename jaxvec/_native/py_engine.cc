@@ -46,13 +46,14 @@ Board read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns) {
 // --- `Parent`: the parent's end of the dispatch ---
 
 Ref make_parent(PyObject* marks, const Slots& stops, const Numbers<int32_t, NPY_INT32>& sockets,
-                uint32_t spin_ns, uint32_t look_around_ns) {
+                uint32_t spin_ns, uint32_t look_around_ns, int64_t longest_spin_ns) {
   Ref self = make_owner<ParentEnd>();
   auto& end = own_of<ParentEnd>(self.get());
   end.board = read_marks(marks, spin_ns, look_around_ns);
   end.stops = stops.data;
   end.sockets = sockets.data;
   end.num_sockets = sockets.count;
+  end.longest_spin_ns = longest_spin_ns;
   end.kept = own(PyTuple_Pack(3, marks, stops.array.get(), sockets.array.get()));
   return self;
 }

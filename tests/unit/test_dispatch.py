@@ -26,6 +26,7 @@ from jaxvec import _native
 from jaxvec._engine import choice, dispatch
 from jaxvec._engine.move import Verb, requests
 from jaxvec._memory import segment
+from jaxvec._settings import CANDIDATES
 from jaxvec.cli._main import main
 from jaxvec.testing import CountingEnv
 
@@ -158,7 +159,9 @@ def test_a_worker_takes_what_is_asked_for_by_other_verbs_apart(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (7, 3), (64, 20)])
-def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers):
+@pytest.mark.parametrize("words", ["", ",".join(CANDIDATES)])
+def test_more_workers_than_cores_lose_no_step(make, monkeypatch, kind, num_envs, num_workers, words):
+    monkeypatch.setenv("JAXVEC_CANDIDATES", words)
     envs = make(CountingEnv, num_envs, num_workers=num_workers, dispatch=kind, episode_length=11)
     envs.reset(seed=0)
     total = np.zeros(num_envs, np.int64)

@@ -104,6 +104,7 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   std::vector<int64_t> stops(num_workers);
   for (uint32_t w = 0; w < num_workers; ++w) stops[w] = first_slot(board, w + 1);
   Parent parent = {board, stops.data(), nullptr, 0, 0, {0}, {0}, {0}};
+  parent.longest_spin_ns = 20 * spin_ns;
   std::mutex sending;
   for (uint32_t o = 0; o < num_owners; ++o) {
     std::vector<int64_t> mine;
