@@ -362,8 +362,14 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
             env_id += env.num_envs if isinstance(env, VectorEnv) else 1
         with EnvErrorContext(first, "metadata"):
             metadata = dict(envs[0].metadata)
-        render_mode = _read(envs[0], first, "render_mode")
-        return Description(spaces, metadata, render_mode, info, mismatch, "jax" in sys.modules)
+        return Description(
+            spaces,
+            metadata,
+            _read(envs[0], first, "render_mode"),
+            info,
+            mismatch,
+            has_jax="jax" in sys.modules,
+        )
 
 
 def merge(spaces: EnvSpaces, others: EnvSpaces, env_id: int, *, equal: bool) -> EnvSpaces | str:

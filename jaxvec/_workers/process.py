@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stats
 from jaxvec._arguments import Options, options_changed, select_options
 from jaxvec._engine.channel import Channel
 from jaxvec._engine.choice import choose_dispatch, open_engine, parent_end
@@ -30,7 +29,7 @@ from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._options import LimitName, PoolConfig
 from jaxvec._settings import candidates
 from jaxvec._spec import PoolSpec
-from jaxvec._stats import ProcessStats, read_process
+from jaxvec._stats import RESET_NS, STEP_NS, STEPS, ProcessStats, read_process
 from jaxvec._tracing import Trace
 from jaxvec._util import logger, usable_cores
 from jaxvec._workers import fork
@@ -163,10 +162,9 @@ class ProcessWorkers(WorkerGroup):
         except BaseException:
             self.close(timeout=0)
             raise
-        others = (
+        self._needs_processes = self.description.has_jax or any(
             getattr(recipe.config, name) != getattr(PoolConfig(), name) for name in _OPTIONS_OF_PROCESSES
         )
-        self._needs_processes = self.description.has_jax or any(others)
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         # Workers that share cores do not spin: it would take time from a worker that steps.
@@ -191,9 +189,8 @@ class ProcessWorkers(WorkerGroup):
         return arrays
 
     def open_engine(self, config: EngineConfig) -> Engine:
-        engine = open_engine(self._dispatch, self._spec, self._arrays, config=config)
-        self._steps_ns = engine.steps_ns
-        return engine
+        self._engine = open_engine(self._dispatch, self._spec, self._arrays, config=config)
+        return self._engine
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         if verb is Verb.STEP and self._objects_out:
@@ -266,7 +263,7 @@ class ProcessWorkers(WorkerGroup):
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         try:
-            if tell and hasattr(self, "_steps_ns") and not self._needs_processes:
+            if tell and hasattr(self, "_arrays") and hasattr(self, "_engine") and not self._needs_processes:
                 self._compare_with_serial()
             self.supervisor.close(timeout, tell=tell)
         finally:
@@ -284,9 +281,9 @@ class ProcessWorkers(WorkerGroup):
     def _compare_with_serial(self) -> None:
         """Logs that the serial backend may be faster, if all envs take less time than their dispatch."""
         stats = self._arrays["stats",]
-        num_steps = stats[:, _stats.STEPS].sum() // self._spec.num_envs
-        envs_ns = stats[:, _stats.STEP_NS] + stats[:, _stats.RESET_NS]
-        dispatch_ns = int(self._steps_ns[0]) - envs_ns.max()
+        num_steps = stats[:, STEPS].sum() // self._spec.num_envs
+        envs_ns = stats[:, STEP_NS] + stats[:, RESET_NS]
+        dispatch_ns = int(self._engine.steps_ns[0]) - envs_ns.max()
         if num_steps >= _MIN_STEPS and envs_ns.sum() < dispatch_ns:
             logger.info(
                 'backend="serial" may be faster for these %d envs: in a step, all of them together take '

@@ -119,12 +119,10 @@ def _to_words(array: jax.Array) -> jax.Array:
 def _from_words(words: jax.Array, place: int, struct: Struct) -> jax.Array:
     dtype = np.dtype(struct.dtype)
     size = prod(struct.shape)
-    if not size:
-        return jnp.zeros(struct.shape, dtype)
     part = words[place : place - (-size * dtype.itemsize // WORD), None]
     # A bitcast would be enough, but each would be a copy on a GPU. XLA fuses a shift, even by 0, with what
     # reads the leaf, and launches all of these at once, as a CUDA graph.
     bits = 8 * dtype.itemsize
-    stored = part >> np.arange(0, 8 * WORD, bits, np.uint32)
+    stored = part >> np.arange(0, 8 * WORD, bits, dtype=np.uint32)
     values = stored.astype(f"uint{bits}").reshape(-1)[:size].reshape(struct.shape)
     return values != 0 if dtype == np.bool_ else jax.lax.bitcast_convert_type(values, dtype)

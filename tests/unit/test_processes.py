@@ -167,6 +167,7 @@ def test_serial_backend_is_recommended_for_cheap_steps(caplog, step_us, options,
     pool_of(envs).engine.steps_ns[0] = 1_000_000 * step_us
     with caplog.at_level("INFO", "jaxvec"):
         envs.close()
+        pool_of(envs).workers.close(timeout=1)  # as after Ctrl-C in the first one
     text = "all of them together take 20.0 us, and their dispatch to workers takes 30.0 us (means of 1000 "
     assert [text in message for message in caplog.messages] == [True] * is_faster
 
