@@ -37,7 +37,7 @@ from jaxvec.callbacks._handle import Handle
 
 _PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax", "orbax-checkpoint")
 _CHECKPOINTS = "checkpoints"
-_TIMES = {"env_steps", "seconds", "steps_per_second"}  # columns of `Run` itself
+_TIMES = ("env_steps", "seconds", "steps_per_second")  # columns of `Run` itself
 _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
 _PLAYING = "['playing']"  # start of the names of leaves that each process has for itself
 
@@ -109,7 +109,7 @@ class Run:
         self._saved: Any = None  # by the run to resume or evaluate
         self._evaluate = evaluate
         if resume or evaluate:
-            self._saved = self._read_checkpoint()
+            self._saved = self._read_checkpoint("state")
             self._rows = self._read_metrics(int(self._saved["env_steps"]))
         elif self._csv.exists():
             raise FileExistsError(f"{folder} contains a run; choose another name, or resume it")
@@ -118,13 +118,13 @@ class Run:
         if self._saved is None:
             record = {"config": dict(config or {}), "versions": _versions()}
             self.write("config.json", f"{json.dumps(record, indent=2, default=str)}\n".encode())
-        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        self._columns = list(dict.fromkeys([*_TIMES, *(name for row in self._rows for name in row)]))
+        before = self._rows[-1] if self._rows else {"env_steps": 0, "seconds": 0.0}
+        self.env_steps: int = int(before["env_steps"])
         if resume:
             self._rewrite()
-        before = self._rows[-1] if self._rows else {"env_steps": 0.0, "seconds": 0.0}
-        self.env_steps: int = int(before["env_steps"])
         # By their step and metrics: a resumed program may log those of the last step again.
-        self._resumed = {(row["env_steps"], frozenset(row.keys() - _TIMES)): row for row in self._rows}
+        self._resumed = {(row["env_steps"], frozenset(row.keys() - {*_TIMES})): row for row in self._rows}
         self._seconds = before["seconds"]
         self._start = time.perf_counter() - self._seconds
         self._printed = -_PRINT_INTERVAL
@@ -152,22 +152,22 @@ class Run:
         # This runs inside a host callback, where calls of JAX can deadlock; NumPy is safe.
         steps = np.asarray(env_steps).item()
         seconds = time.perf_counter() - self._start
-        rate = (steps - self.env_steps) / max(seconds - self._seconds, 1e-9)
-        row = {"env_steps": steps, "seconds": round(seconds, 3), "steps_per_second": round(rate, 1)}
+        row = {"env_steps": steps, "seconds": round(seconds, 3)}
         row |= {name: +np.asarray(value).item() for name, value in metrics.items()}  # `+`: bools as 0 and 1
-        if steps > self.env_steps:
+        if steps > self.env_steps:  # else it is a second row, such as of an evaluation
+            if self._first:  # else the time is mainly that of the compiler
+                rate = (steps - self.env_steps) / max(seconds - self._seconds, 1e-9)
+                row["steps_per_second"] = round(rate, 1)
             self.env_steps = int(steps)
             self._seconds = seconds
-            self._show_progress(steps, rate, row.get("episode_return", np.nan))
-        else:
-            del row["steps_per_second"]  # a second row of the same steps, such as of an evaluation
+            self._show_progress(row)
         if again := self._resumed.pop((steps, frozenset(metrics)), None):
             self._rows.remove(again)
             row = again | row
         self._rows.append(row)
         new = [name for name in row if name not in self._columns]
         self._columns += new
-        if new or again:
+        if new or again or len(self._rows) == 1:
             self._rewrite()
         elif self._writes:
             with self._csv.open("a", newline="") as file:
@@ -175,8 +175,14 @@ class Run:
         for logger in self.loggers:
             logger.log(row, step=int(steps))
 
-    def _show_progress(self, steps: float, rate: float, mean: float) -> None:
-        shown = f"{steps:,} steps  {rate:,.0f} steps/s  mean return {mean:.5g}"
+    def _show_progress(self, row: Mapping[str, Any]) -> None:
+        steps = row["env_steps"]
+        shown = f"{steps:>{len(f'{self._total or 0:,}')},} steps"
+        if "episode_return" in row:
+            mean = row["episode_return"]  # NaN until an episode has ended
+            shown += f"  mean return {'-' if np.isnan(mean) else f'{mean:,.3f}':>10}"
+        if "steps_per_second" in row:
+            shown += f"  {row['steps_per_second']:>9,.0f} steps/s"
         if self._total:
             share = min(steps / self._total, 1)  # whole updates may exceed it
             shown = f"{share:4.0%}  {shown}"
@@ -193,7 +199,11 @@ class Run:
         """Returns the rows up to `env_steps`. A program that was killed may have cut the last line."""
         text = self._csv.read_text() if self._csv.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
-        rows = ({name: float(text) for name, text in row.items() if text} for row in csv.DictReader(lines))
+        # Integers stay integers: `_rewrite` writes the rows again.
+        rows = [
+            {name: (int if text.lstrip("-").isdecimal() else float)(text) for name, text in row.items() if text}
+            for row in csv.DictReader(lines)
+        ]
         return [row for row in rows if row["env_steps"] <= env_steps]
 
     def _rewrite(self) -> None:
@@ -290,19 +300,17 @@ class Run:
         # One process writes, and each reads when it likes, so none waits for the others.
         here = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
-        options: Any = {"max_to_keep": 1, "enable_async_checkpointing": False, "create": False}
-        options = ocp.CheckpointManagerOptions(multiprocessing_options=alone, **options)
+        options = ocp.CheckpointManagerOptions(
+            multiprocessing_options=alone, max_to_keep=1, enable_async_checkpointing=False, create=False
+        )
         with ocp.CheckpointManager((self.folder / _CHECKPOINTS).absolute(), options=options) as manager:
             yield ocp, manager
 
-    def _read_checkpoint(self) -> Any:
-        missing = FileNotFoundError(f"{self.folder} has no checkpoint: the run has saved nothing")
-        if not (self.folder / _CHECKPOINTS).is_dir():
-            raise missing
+    def _read_checkpoint(self, item: str) -> Any:
         with self._checkpoints() as (ocp, manager):
             if manager.latest_step() is None:
-                raise missing
-            return manager.restore(None, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
+                raise FileNotFoundError(f"{self.folder} has no checkpoint: the run has saved nothing")
+            return manager.restore(None, args=ocp.args.Composite(**{item: ocp.args.StandardRestore()}))[item]
 
     def save(
         self, learned: Any, playing: Any = None, envs: VectorEnv | None = None, *, params: Any = None
@@ -337,6 +345,7 @@ class Run:
         if self._writes:
             self._write_checkpoint(sizes, padded, leaves, params)
         now = time.perf_counter()
+        self._seconds += now - began  # the next rate is that of the steps
         if self._first and self._saved_at < 0:  # it imports Orbax, which says nothing about the time left
             self._first = self._first[0], self._first[1] + now - began
         self._saved_at = now
@@ -366,7 +375,7 @@ class Run:
         Args:
             learned: State of a new run, with the same structure, shapes and dtypes.
             playing: State of new episodes. It is returned if the states of the envs were not saved.
-            envs: The envs, which continue from their saved states.
+            envs: The envs, which continue from their saved states. Without them, new episodes start.
 
         Raises:
             ValueError: The saved state does not match the arguments.
@@ -376,6 +385,9 @@ class Run:
         sizes = self._saved["env_sizes"]
         process = jax.process_index()
         same = bool(sizes.all()) and envs is not None and not self._evaluate
+        if self._progress and not self._evaluate:
+            episodes = "the episodes continue" if same else "new episodes start"
+            sys.stderr.write(f"resuming after {self.env_steps:,} steps; {episodes}\n")
         if same and len(sizes) != jax.process_count():
             raise ValueError(
                 f"{self.folder} was written by {len(sizes)} processes, and there are {jax.process_count()}; "
@@ -416,7 +428,7 @@ class Run:
         construct = constructor_of(env)
         videos = str(self.folder.absolute() / "videos")
         start = f"from_{self.env_steps}_" if self.env_steps else ""  # a resumed run may start new episodes
-        start, name = ("", "evaluation") if self._evaluate else (start, "env")
+        name = "evaluation" if self._evaluate else f"{start}env"
         choice: Any = {"episode_trigger": lambda _: True} if self._evaluate else {}
 
         # Workers call it, and must not import JAX.
@@ -424,7 +436,7 @@ class Run:
             if index >= number:
                 return construct(**arguments)
             film = construct(render_mode="rgb_array", **arguments)
-            options: Any = {"name_prefix": f"{start}{name}_{index}", "disable_logger": True, **choice}
+            options: Any = {"name_prefix": f"{name}_{index}", "disable_logger": True, **choice}
             with warnings.catch_warnings(action="ignore"):  # of films of other envs in the folder
                 return gymnasium.wrappers.RecordVideo(film, videos, **options)
 
@@ -443,8 +455,9 @@ class Run:
 
     def metrics(self) -> dict[str, NDArray[np.float64]]:
         """Returns the columns of `metrics.csv`, float64 `[num_lines]`; NaN where a line has no value."""
-        rows = self._rows
-        return {name: np.array([row.get(name, np.nan) for row in rows], float) for name in self._columns}
+        return {
+            name: np.array([row.get(name, np.nan) for row in self._rows], float) for name in self._columns
+        }
 
     def close(self) -> None:
         """Draws the curve, and closes the loggers."""
@@ -462,11 +475,12 @@ class Run:
         except ImportError:
             return
         figure = Figure(figsize=(7, 4), layout="constrained")  # uses Agg; pyplot might open a window
-        columns = self.metrics()
         axes: Any = figure.subplots()
-        known = np.isfinite(columns["episode_return"])
-        axes.plot(columns["env_steps"][known], columns["episode_return"][known])
-        axes.set(title=self.folder.name, xlabel="env steps", ylabel="mean return of the latest episodes")
+        for name, marker in {"episode_return": "-", "evaluation": "o"}.items():
+            points = [(row["env_steps"], row[name]) for row in self._rows if name in row]
+            axes.plot(*np.reshape(points, (-1, 2)).T, marker, label=name)
+        axes.set(title=self.folder.name, xlabel="env steps", ylabel="mean return")
+        axes.legend()
         figure.savefig(self.folder / "curve.png", dpi=150)
 
 

@@ -167,8 +167,7 @@ class TrainingRun(Run):
             save_envs: Whether to save the states of the envs, too, unless there are spare envs.
         """
         options = self.options
-        stop_at = self.options.stop_at
-        goal = np.inf if stop_at is None else stop_at
+        goal = np.inf if options.stop_at is None else options.stop_at
 
         def pause(reached: Any) -> Any:
             return np.int32(_STOP if self._stopping or reached else _SAVE if self.save_due else _CONTINUE)
@@ -193,22 +192,21 @@ class TrainingRun(Run):
 
         with self.signals():
             self.show("compiling")
-            state, playing = self.load(*jax.jit(begin)(*reset(envs, seed=options.seed)), envs=envs)
             if self._evaluate:
                 self.report(**score(state))
+            saved_envs = envs if save_envs and not options.spare_envs else None
+            state, playing = self.load(*jax.jit(begin)(*reset(envs, seed=options.seed)), envs=saved_envs)
                 return state
             after = _CONTINUE
-            first = True
-            saved_envs = envs if save_envs and not options.spare_envs else None
             while state.number < options.num_updates and after != _STOP:
                 state, playing, after = jax.block_until_ready(repeat(state, playing))
                 self.save(state, playing, saved_envs, params=params(state))
                 last = after == _STOP or state.number >= options.num_updates
                 if evaluate_at_saves and not self._stopping and (last or not first):
                     means = {name: np.mean(values) for name, values in score(state).items()}
+                first = self._saved_at < 0
                     if not self._stopping:  # else the episodes were cut
                         self.log(state.number * options.steps_per_update, **means)
-                first = False
         return state
 
     def play(
@@ -384,12 +382,17 @@ def training(
         known = {
             name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()
         }
-        run_options: Any = {"resume": config.resume is not None, "evaluate": config.evaluate is not None}
-        run_options |= {"total_steps": config.total_steps, "save_every": config.save_every}
-        loggers = [_open_logger(config.logger, folder, known)] if config.logger and extra else []
-        opened = TrainingRun(folder, known, loggers=loggers, **run_options)
+        opened = TrainingRun(
+            folder,
+            known,
+            total_steps=config.total_steps,
+            save_every=config.save_every,
+            resume=config.resume is not None,
+            evaluate=config.evaluate is not None,
+            loggers=[_open_logger(config.logger, folder, known)] if config.logger and extra else [],
+        )
     except (gymnasium.error.Error, OSError, TypeError, ValueError, ImportError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     opened.options = config
     try:
@@ -401,16 +404,15 @@ def training(
     except (JaxvecError, gymnasium.error.Error, OSError, ImportError) as error:
         places = re.findall(r'File ("[^"\n]+", line \d+)', getattr(error, "remote_traceback", ""))
         place = f" ({places[-1]})" if places else ""  # of the env's code
-        print(f"{program}: {str(error).splitlines()[0]}{place}", file=sys.stderr)
+        print(f"{command}: {str(error).splitlines()[0]}{place}", file=sys.stderr)
         raise SystemExit(1) from error
     finally:
         if extra and is_new and not opened.env_steps:
             shutil.rmtree(folder, ignore_errors=True)
-    mean = run.latest("episode_return")
     score = run.latest("evaluation")
     text = f"mean return {mean:.5g} of the latest 100 episodes, {run.env_steps:,} env steps"
     if run.stopped:
-        text = f"stopped: {text}; continue with --resume {folder}"
+        text = f"stopped: {text}; continue with {command} --resume {folder}"
     elif not np.isnan(score):
         text = (
             f"score {score:.6g}: mean return of {config.eval_episodes} episodes with the best actions\n{text}"
@@ -448,3 +450,13 @@ def _keep_compiled() -> None:
 def _default_name(program: str, config: Options) -> str:
     env = config.env.rpartition(":")[2].replace("/", "-")
     return "_".join([program, env, str(config.seed), time.strftime("%Y%m%d-%H%M%S")])
+    command = _command() if argv is None else program
+    if not old:
+        opened.write(".gitignore", b"*\n")  # as other programs do in folders of results
+    mean = run.latest("episode_return")
+def _command() -> str:
+    """Returns the words that started this program."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
+
+

@@ -169,7 +169,7 @@ def test_a_signal_ends_a_copy_of_ppo_with_results(name, capsys):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, text=True, **pipes) as program:
         assert program.stderr.readline() == "compiling\n"
-        assert "steps/s" in program.stderr.readline()
+        assert " 64 steps" in program.stderr.readline()
         os.kill(program.pid, signal.Signals[name])
         assert "stopping: this update is completed and saved" in program.stderr.readline()
         out, err = program.communicate(timeout=200)
@@ -177,7 +177,7 @@ def test_a_signal_ends_a_copy_of_ppo_with_results(name, capsys):
     assert "Traceback" not in err
     assert out.count("\n") == 1
     assert out.startswith("stopped: mean return ")
-    assert out.endswith("continue with --resume runs/a\n")
+    assert out.endswith("continue with python my_ppo.py --resume runs/a\n")
     assert Path("runs/a/curve.png").exists()
     ppo.main(["--evaluate", "runs/a"])
     returns = returns_of(Path("runs/a"))
@@ -213,7 +213,7 @@ def test_a_program_that_hangs_ends_at_once_by_signals(steps):
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=quick) as program:
         assert program.stderr.readline() == "compiling\n"
         if steps:
-            assert "steps/s" in program.stderr.readline()
+            assert " 16 steps" in program.stderr.readline()
             os.kill(program.pid, signal.SIGINT)
             assert program.stderr.readline().startswith("stopping: ")
         os.kill(program.pid, signal.SIGINT)
@@ -250,7 +250,7 @@ def test_a_killed_run_resumes_with_the_same_result():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one():
+def test_a_resumed_run_equals_an_uninterrupted_one(capsys):
     whole = ppo.main([*SMALL, "--total-steps", "640", "--name", "whole"])
     half = ppo.main([*SMALL, "--total-steps", "640", "--name", "half", "--stop-at", "0"])
     assert half.env_steps < 640
@@ -263,7 +263,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
     assert_same_state("runs/half", "runs/whole")
     for name in ("episode_return", "entropy", "value_loss", "explained_variance"):
         assert column("runs/half", name) == column("runs/whole", name)
-    assert column("runs/half", "env_steps")[-1] == 640
+    assert {row["env_steps"] for row in rows_of("runs/half")} == {str(64 * n) for n in range(1, 11)}
+    assert "; the episodes continue\n" in capsys.readouterr().err
+    assert ppo.main(["--resume", "runs/half", "--total-steps", "704", "--spare-envs", "1"]).env_steps == 704
+    assert "resuming after 640 steps; new episodes start\n" in capsys.readouterr().err
     seconds = column("runs/half", "seconds")
     assert seconds == sorted(seconds)
 

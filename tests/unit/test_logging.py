@@ -298,7 +298,7 @@ def test_a_run_writes_what_compiled_programs_log(tmp_path, capsys):
     assert json.loads((folder / "config.json").read_text()) == record
 
 
-def test_a_resumed_run_continues_from_its_last_save(tmp_path):
+def test_a_resumed_run_continues_from_its_last_save(tmp_path, capsys):
     folder = tmp_path / "run"
     with jaxvec.make("CartPole-v1", 3, num_workers=1, states=3) as envs:
         handle, timestep = jaxvec.reset(envs, seed=0)
@@ -316,6 +316,7 @@ def test_a_resumed_run_continues_from_its_last_save(tmp_path):
         handle, timestep = jaxvec.reset(envs, seed=1)
         with Run(folder, resume=True) as run:
             loaded, (handle, obs) = run.load(fresh, (handle, timestep.obs), envs)
+            assert capsys.readouterr().err.endswith("resuming after 20 steps; the episodes continue\n")
             with pytest.raises(
                 ValueError, match=r"has no \['learned'\]\['weight'\] of shape \(4,\) and dtype"
             ):
@@ -334,6 +335,7 @@ def test_a_resumed_run_continues_from_its_last_save(tmp_path):
         loaded, playing = run.load(fresh, "new")
         assert playing == "new"
         assert loaded["number"] == 7
+    assert capsys.readouterr().err.endswith("resuming after 20 steps; new episodes start\n")
 
 
 @pytest.mark.parametrize("cut", ["3", "30,", "25,1.", "25,1.0,2", "25,1.0,2.0,1"])
@@ -378,6 +380,7 @@ def test_a_kill_while_columns_are_added_keeps_all_metrics(tmp_path, monkeypatch)
 def test_rows_logged_again_after_a_resume_come_once(tmp_path):
     with Run(tmp_path) as run:
         run.log(0, loss=9)
+        run.log(5, loss=-8)
         run.log(10, loss=1)
         run.save({})
         run.log(10, evaluation=np.nan)
@@ -391,8 +394,8 @@ def test_rows_logged_again_after_a_resume_come_once(tmp_path):
         run.log(10, loss=8)
         run.log(10, evaluation=7)
     rows = [(float(row["env_steps"]), row["loss"], row["evaluation"]) for row in rows_of(tmp_path)]
-    assert rows == [(0, "9.0", ""), (10, "2.0", "5.0"), (10, "8", ""), (10, "", "7")]
-    assert rows_of(tmp_path)[2]["steps_per_second"]  # of the first row
+    assert rows == [(0, "9", ""), (5, "-8", ""), (10, "2", "5"), (10, "8", ""), (10, "", "7")]
+    assert rows_of(tmp_path)[3]["steps_per_second"]  # of the first row
     seconds = [float(row["seconds"]) for row in rows_of(tmp_path)]
     assert seconds == sorted(seconds)
 
@@ -539,15 +542,20 @@ def in_tmp_path(tmp_path, monkeypatch):
     [(0.2, "0 s"), (59, "59 s"), (90, "2 min"), (3599, "1 h 0 min"), (40_000, "11 h 7 min")],
 )
 def test_the_progress_line_shows_the_time_left(tmp_path, capsys, monkeypatch, seconds, text):
+    """The first line has no rate, because its time is that of the compiler; no line has a NaN."""
     monkeypatch.setattr("jaxvec.logging._run._PRINT_INTERVAL", -np.inf)
     run = Run(tmp_path, total_steps=3000)
-    run._log(1000, {"episode_return": 12345.678})
+    run._log(500, {"episode_return": np.nan})
     run._seconds, run._first = 10.0 + seconds, (1000, 10.0)
-    run._show_progress(2000, 1.0, -0.123456)
-    first, second = capsys.readouterr().err.splitlines()
-    assert "mean return 12346" in first
-    assert "left" not in first
-    assert second.endswith(f"mean return -0.12346  {text} left")
+    run._show_progress({"env_steps": 2000, "episode_return": -0.1234, "steps_per_second": 123.4})
+    run._show_progress({"env_steps": 3000, "steps_per_second": 12345.6})
+    assert capsys.readouterr().err.splitlines() == [
+        " 17%    500 steps  mean return          -",
+        f" 67%  2,000 steps  mean return     -0.123        123 steps/s  {text} left",
+        "100%  3,000 steps     12,346 steps/s",
+    ]
+    run.close()
+    assert rows_of(tmp_path)[0]["steps_per_second"] == ""
 
 
 def test_the_time_left_does_not_count_the_first_save(tmp_path, capsys, monkeypatch):
@@ -566,6 +574,42 @@ def test_the_time_left_does_not_count_the_first_save(tmp_path, capsys, monkeypat
         run.save({"weights": np.zeros(2)})
     shown = capsys.readouterr().err.splitlines()
     assert [line.rpartition("  ")[2] for line in shown[1:]] == ["20 s left", "1 min left"]
+    assert "100 steps/s" in shown[1]
+
+
+def test_the_curve_shows_the_evaluations(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.extend(self.axes[0].lines))
+    with Run(tmp_path) as run:
+        run.log(10, episode_return=np.nan)
+        run.log(20, episode_return=3)
+        run.log(20, evaluation=5)
+    lines = {line.get_label(): line.get_xydata() for line in drawn}
+    np.testing.assert_array_equal(lines["episode_return"], [[10, np.nan], [20, 3]])
+    np.testing.assert_array_equal(lines["evaluation"], [[20, 5]])
+
+
+@pytest.mark.parametrize("module", [None, "jaxvec.examples.ppo"])
+def test_messages_name_the_command_of_the_program(in_tmp_path, capsys, monkeypatch, module):
+    spec = module and SimpleNamespace(name=module)
+    command = f"python -m {module}" if module else "python my/program.py"
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    monkeypatch.setattr("jaxvec.logging._training._keep_compiled", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["my/program.py", "--name", "a"])
+    with pytest.raises(SystemExit), training(Options, program="mine") as (_, run), run.signals():
+        run.log(3, episode_return=1)
+        jax.effects_barrier()
+        signal.raise_signal(signal.SIGTERM)
+        while not run.stopped:
+            signal.sigtimedwait([], 0.01)
+    assert capsys.readouterr().out.endswith(f"continue with {command} --resume runs/a\n")
+    assert (run.folder / ".gitignore").read_text() == "*\n"
+    for words, message in (("--env none-v0", f"{command}: "), ("--nope", f"{command} --help")):
+        monkeypatch.setattr(sys, "argv", ["my/program.py", *words.split()])
+        with pytest.raises(SystemExit), training(Options, program="mine"):
+            pass
+        assert message in capsys.readouterr().err
 
 
 COMPILING = """
