@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, TrainingRun, training
+from jaxvec.logging import Episodes, Options, Policy, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -224,10 +225,16 @@ class Agent:
         metrics = {"value_loss": jnp.nanmean(losses)} | state.episodes.means()
         return state._replace(number=state.number + 1), playing, metrics
 
-    def best(self, state: State, _: None, obs: jax.Array, __: Any) -> tuple[None, jax.Array]:
-        """Returns the best actions, for evaluations."""
-        values = self.network.apply(state.learned.params, state.obs_stats.normalize(encode(obs)))
+    def best(self, saved: Any, _: None, obs: jax.Array, __: Any) -> tuple[None, jax.Array]:
+        """Returns the best actions, from what `main` saves for `load`."""
+        stats = RunningMeanStd(**saved["stats"])
+        values = self.network.apply(saved["params"], stats.normalize(encode(obs)))
         return None, values.argmax(-1) + self.first_action
+
+
+def load(folder: str | Path) -> Policy:
+    """Returns the policy of a run: a function from an observation to the best action."""
+    return Policy(folder, Config, lambda *parts: Agent(*parts).best)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainingRun:

@@ -250,9 +250,10 @@ class Agent:
         state = State(state.number + 1, params, opt_state, obs_stats, episodes)
         return state, playing, metrics | {"explained_variance": 1 - unexplained} | episodes.means()
 
-    def best(self, state: State, _: None, obs: dict[str, jax.Array], __: Any) -> tuple[None, Any]:
-        """Returns the most probable actions, for evaluations."""
-        logits, _ = self.network.apply(state.params, state.obs_stats.normalize(self.encode(obs)))
+    def best(self, saved: Any, _: None, obs: dict[str, jax.Array], __: Any) -> tuple[None, Any]:
+        """Returns the most probable actions, given what `main` saves, for evaluations."""
+        stats = RunningMeanStd(**saved["stats"])
+        logits, _ = self.network.apply(saved["params"], stats.normalize(self.encode(obs)))
         return None, self.to_env(logits.argmax(-1))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from flax.training.train_state import TrainState
 from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, TrainingRun, training
+from jaxvec.logging import Episodes, Options, Policy, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -163,6 +164,29 @@ class ActorCritic(nn.Module):
         return jnp.clip(middle + reach * action, self.space.low, self.space.high)
 
 
+def inputs(config: Config, space: Space[Any], obs: Any, info: dict[str, Any]) -> Obs:
+    """Converts observations, with the legal actions of the info if the options say so."""
+    encoded = encode(space, obs)
+    return encoded._replace(mask=info["action_mask"] > 0) if config.mask_info else encoded
+
+
+def actor(config: Config, obs_space: Space[Any], space: Space[Any]) -> Any:
+    """Returns the function that chooses the most probable actions, for evaluations and `load`."""
+    network: Any = ActorCritic(space)
+
+    def act(saved: Any, _: None, obs: Any, info: dict[str, Any]) -> tuple[None, jax.Array]:
+        seen = RunningMeanStd(**saved["stats"]), inputs(config, obs_space, obs, info)
+        outputs, _ = network.apply(saved["params"], *seen)
+        return None, network.to_env(network.sample(outputs, None))
+
+    return act
+
+
+def load(folder: str | Path) -> Policy:
+    """Returns the policy of a run: a function from an observation to the most probable action."""
+    return Policy(folder, Config, actor)
+
+
 class State(NamedTuple):
     """State of training between two updates."""
 
@@ -206,18 +230,15 @@ def train(config: Config, run: TrainingRun, envs: jaxvec.VectorEnv) -> None:
     if not known or space.dtype.kind not in "if":
         raise SystemExit(f"this PPO takes Discrete, MultiDiscrete and float Box actions, not {space}")
     network: Any = ActorCritic(space)  # Any because flax annotates no result type for `apply`
+    see = partial(inputs, config, obs_space)
     num_gradients = config.num_epochs * config.num_minibatches  # of an update
     adam = optax.adam(optax.linear_schedule(config.lr, 0, config.num_updates * num_gradients))
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimizer = optax.flatten(optax.chain(clip, adam))  # all parameters in one vector: fewer operations
 
-    def inputs(obs: Any, info: dict[str, Any]) -> Obs:
-        encoded = encode(obs_space, obs)
-        return encoded._replace(mask=info["action_mask"] > 0) if config.mask_info else encoded
-
     def begin(handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> tuple[State, Any]:
         """Returns the initial states of training and of episodes: handle, inputs, discounted returns."""
-        obs = inputs(timestep.obs, timestep.info)
+        obs = see(timestep.obs, timestep.info)
         stats = RunningMeanStd.create(obs.vector[0], count=0), RunningMeanStd.create(0.0, count=0)
         params = network.init(jax.random.key(config.seed), stats[0], obs)
         learned = TrainState.create(apply_fn=network.apply, params=params, tx=optimizer)
@@ -251,11 +272,11 @@ def train(config: Config, run: TrainingRun, envs: jaxvec.VectorEnv) -> None:
             _, reward, terminated, truncated, info = timestep
             # At the end of an episode, timestep.obs is already the first one of the next episode. The value
             # of its own last observation is needed only if it was truncated, which is rare.
-            final = lambda: act(inputs(timestep.last_obs, info))[1]  # noqa: E731
+            final = lambda: act(see(timestep.last_obs, info))[1]  # noqa: E731
             last = jax.lax.cond(truncated.any(), final, lambda: jnp.zeros_like(value))
             done, discounted = timestep.done, config.gamma * discounted + reward
             steps = Steps(obs, action, log_prob, value, last, reward, terminated, done, discounted)
-            playing = handle, inputs(timestep.obs, info), jnp.where(done, 0, discounted)
+            playing = handle, see(timestep.obs, info), jnp.where(done, 0, discounted)
             return (playing, episodes.add(timestep)), steps
 
         keys = jax.random.split(play_key, config.num_steps)
@@ -282,12 +303,8 @@ def train(config: Config, run: TrainingRun, envs: jaxvec.VectorEnv) -> None:
         obs_stats, number = state.obs_stats.update(steps.obs.vector), state.number + 1
         return State(number, learned, obs_stats, return_stats, episodes), playing, metrics
 
-    def act(state: State, _: None, obs: Any, info: dict[str, Any]) -> tuple[None, jax.Array]:
-        outputs, _ = network.apply(state.learned.params, state.obs_stats, inputs(obs, info))
-        return None, network.to_env(network.sample(outputs, None))
-
     params = lambda state: {"params": state.learned.params, "stats": vars(state.obs_stats)}  # noqa: E731
-    run.train(envs, begin, update, params=params, act=act, infos=config.infos)
+    run.train(envs, begin, update, params=params, act=actor(config, obs_space, space))
 
 
 def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> TrainingRun:

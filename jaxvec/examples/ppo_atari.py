@@ -16,6 +16,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -26,7 +27,7 @@ from flax import linen as nn
 from gymnasium.wrappers import AtariPreprocessing
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, TrainingRun, training
+from jaxvec.logging import Episodes, Options, Policy, TrainingRun, training
 
 
 @dataclass(frozen=True)
@@ -289,15 +290,20 @@ class Agent:
         metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
         return State(state.number + 1, params, opt_state, episodes), playing, metrics | episodes.means()
 
-    def best(self, state: State, frames: Any, obs: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the latest frames and the most probable actions, for evaluations."""
+    def best(self, saved: Any, frames: Any, obs: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the latest frames and the best actions, from what `main` saves for `load`."""
         frames = repeated(obs) if frames is None else push(frames, obs)
-        return frames, self.network.apply(state.params, frames)[0].argmax(-1)
+        return frames, self.network.apply(saved["params"], frames)[0].argmax(-1)
 
 
 def halves(config: Config) -> dict[str, Any]:
     """Returns the options of `make` with which `recv` returns the two halves alternately."""
     return {"batch_size": config.num_envs // 2, "recv_order": "sent"}
+
+
+def load(folder: str | Path) -> Policy:
+    """Returns the policy of a run: a function from an observation to the best action."""
+    return Policy(folder, Config, lambda config, _, space: Agent(config, space).best)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainingRun:

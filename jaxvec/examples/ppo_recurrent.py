@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, TrainingRun, training
+from jaxvec.logging import Episodes, Options, Policy, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -228,12 +229,17 @@ class Agent:
         state = State(state.number + 1, params, opt_state, obs_stats, episodes)
         return state, playing, metrics | episodes.means()
 
-    def best(self, state: State, memory: Any, obs: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the next memory and the most probable actions, for evaluations."""
-        obs = state.obs_stats.normalize(self.encode(obs))
+    def best(self, saved: Any, memory: Any, obs: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the next memory and the best actions, from what `main` saves for `load`."""
+        obs = RunningMeanStd(**saved["stats"]).normalize(self.encode(obs))
         memory = jnp.zeros((len(obs), self.config.num_units)) if memory is None else memory
-        memory, logits, _ = self.network.apply(state.params, memory, obs)
+        memory, logits, _ = self.network.apply(saved["params"], memory, obs)
         return memory, logits.argmax(-1) + self.first_action
+
+
+def load(folder: str | Path) -> Policy:
+    """Returns the policy of a run: a function from an observation to the best action."""
+    return Policy(folder, Config, lambda *parts: Agent(*parts).best)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainingRun:

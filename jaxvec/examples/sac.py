@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.logging import Episodes, Options, TrainingRun, training
+from jaxvec.logging import Episodes, Options, Policy, TrainingRun, training
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -257,11 +258,16 @@ class Agent:
         metrics = jax.tree.map(jnp.nanmean, metrics) | state.episodes.means()
         return state._replace(number=state.number + 1), playing, metrics
 
-    def best(self, state: State, _: None, obs: jax.Array, __: Any) -> tuple[None, jax.Array]:
-        """Returns the means of the policy, for evaluations."""
-        obs = state.obs_stats.normalize(encode(obs))
-        mean = jnp.split(self.policy.apply(state.learned.weights.policy, obs), 2, axis=-1)[0]
+    def best(self, saved: Any, _: None, obs: jax.Array, __: Any) -> tuple[None, jax.Array]:
+        """Returns the means of the policy, given what `main` saves for `load` and evaluations."""
+        obs = RunningMeanStd(**saved["stats"]).normalize(encode(obs))
+        mean = jnp.split(self.policy.apply(saved["params"], obs), 2, axis=-1)[0]
         return None, self.to_env(jnp.tanh(mean))
+
+
+def load(folder: str | Path) -> Policy:
+    """Returns the policy of a run: a function from an observation to the best action."""
+    return Policy(folder, Config, lambda *parts: Agent(*parts).best)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainingRun:

@@ -9,6 +9,6 @@ loop of updates, saves, evaluations and signals.
 
 from jaxvec.logging._episodes import Episodes, play_episodes
 from jaxvec.logging._run import Run
-from jaxvec.logging._training import Options, TrainingRun, training
+from jaxvec.logging._training import Options, Policy, TrainingRun, training
 
-__all__ = ["Episodes", "Options", "Run", "TrainingRun", "play_episodes", "training"]
+__all__ = ["Episodes", "Options", "Policy", "Run", "TrainingRun", "play_episodes", "training"]

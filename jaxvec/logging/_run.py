@@ -201,7 +201,11 @@ class Run:
         lines = text[: text.rfind("\n") + 1].splitlines()
         # Integers stay integers: `_rewrite` writes the rows again.
         rows = [
-            {name: (int if text.lstrip("-").isdecimal() else float)(text) for name, text in row.items() if text}
+            {
+                name: (int if text.lstrip("-").isdecimal() else float)(text)
+                for name, text in row.items()
+                if text
+            }
             for row in csv.DictReader(lines)
         ]
         return [row for row in rows if row["env_steps"] <= env_steps]
@@ -326,7 +330,7 @@ class Run:
             playing: Pytree with the state of the running episodes: the handle, observations, memories.
             envs: The envs, made with `states` of at least `num_envs`, to save their states, too. Without
                 them, or if the states cannot be saved, a resumed run starts new episodes.
-            params: Pytree for other programs, the item `params` of the checkpoint. Empty arrays are None.
+            params: Pytree of what the policy needs, such as parameters, for `load_params`.
         """
         jax.effects_barrier()  # waits for the last log
         began = time.perf_counter()
@@ -410,6 +414,12 @@ class Run:
             leaves[name] = jnp.asarray(saved) if leaf.size else leaf
         loaded = jax.tree.unflatten(structure, leaves.values())
         return loaded["learned"], loaded["playing"] if same else playing
+
+    def load_params(self) -> Any:
+        """Returns the argument `params` of the last `save`, a pytree of NumPy arrays."""
+        is_empty = lambda leaf: leaf is None  # noqa: E731
+        fill = lambda leaf: np.zeros(0, np.float32) if is_empty(leaf) else leaf  # noqa: E731
+        return jax.tree.map(fill, self._read_checkpoint("params"), is_leaf=is_empty)
 
     def film(self, env: str | Callable[..., gymnasium.Env[Any, Any]], number: int) -> Any:
         """Returns an argument for `make` which films the first envs by Gymnasium's `RecordVideo`.

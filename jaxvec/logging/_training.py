@@ -11,8 +11,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -93,6 +93,11 @@ class Options:
         """Number of updates of the whole run."""
         return -(-self.total_steps // self.steps_per_update)
 
+    @property
+    def infos(self) -> Sequence[str]:
+        """Keys of the infos that the policy needs."""
+        return ()
+
     def env_fn(self) -> Any:
         """Returns the env for `jaxvec.make`: the id, or the class that `MODULE:CLASS` names."""
         module, _, name = self.env.rpartition(":")
@@ -142,7 +147,6 @@ class TrainingRun(Run):
         params: Callable[[Any], Any],
         act: Callable[[Any, Any, Any, Any], tuple[Any, Any]] | None = None,
         evaluate: Callable[[Any], dict[str, jax.Array]] | None = None,
-        infos: Sequence[str] = (),
         evaluate_at_saves: bool = True,
         save_envs: bool = True,
     ) -> Any:
@@ -157,12 +161,12 @@ class TrainingRun(Run):
             begin: Function of the handle and the time step of the reset. It returns the state of training, a
                 pytree with an attribute `number`, the updates so far; and that of the running episodes.
             update: Function of both states. It returns the next ones, and metrics, a dict of arrays `[]`.
-            params: Function of the state of training; what other programs may read, see `save`.
-            act: Function that chooses actions in evaluations; see `play`. Without it and `evaluate`, there
-                are none.
+            params: Function of the state of training. It returns what the policy needs, a pytree for `act`
+                and `Run.load_params`.
+            act: Function that chooses actions in evaluations; its arguments are this pytree, and those of the
+                argument `act` of `play`. Without it and `evaluate`, there are none.
             evaluate: Function of the state of training in place of `act`. It returns a dict of arrays with a
                 value for each episode.
-            infos: Keys of infos for `act`.
             evaluate_at_saves: Whether to evaluate during training, too, and not only with `--evaluate`.
             save_envs: Whether to save the states of the envs, too, unless there are spare envs.
         """
@@ -188,29 +192,32 @@ class TrainingRun(Run):
         def score(state: Any) -> dict[str, Any]:
             if evaluate is not None:
                 return evaluate(state)
-            return {"evaluation": self.play(partial(play, state), infos)} if play else {}
+            return {"evaluation": self.play(partial(play, params(state)))} if play else {}
 
         with self.signals():
+            saved_envs = envs if save_envs and not options.spare_envs else None
+            state, playing = self.load(*jax.jit(begin)(*reset(envs, seed=options.seed)), envs=saved_envs)
             self.show("compiling")
             if self._evaluate:
                 self.report(**score(state))
-            saved_envs = envs if save_envs and not options.spare_envs else None
-            state, playing = self.load(*jax.jit(begin)(*reset(envs, seed=options.seed)), envs=saved_envs)
                 return state
             after = _CONTINUE
             while state.number < options.num_updates and after != _STOP:
                 state, playing, after = jax.block_until_ready(repeat(state, playing))
+                first = self._saved_at < 0
                 self.save(state, playing, saved_envs, params=params(state))
                 last = after == _STOP or state.number >= options.num_updates
                 if evaluate_at_saves and not self._stopping and (last or not first):
                     means = {name: np.mean(values) for name, values in score(state).items()}
-                first = self._saved_at < 0
                     if not self._stopping:  # else the episodes were cut
                         self.log(state.number * options.steps_per_update, **means)
         return state
 
     def play(
-        self, act: Callable[[Any, Any, Any], tuple[Any, Any]], infos: Sequence[str] = ()
+        self,
+        act: Callable[[Any, Any, Any], tuple[Any, Any]],
+        seeds: Sequence[int | None] | None = None,
+        **arguments: Any,
     ) -> NDArray[np.float64]:
         """Plays episodes in plain Gymnasium, without a pool, with the options of `training`.
 
@@ -219,28 +226,31 @@ class TrainingRun(Run):
         Args:
             act: Function of the memory, the observations and a dict of infos, with leaves `[num_episodes]`.
                 It returns the next memory and the actions. The first memory is None.
-            infos: Keys of the infos that it needs.
+            seeds: Seed of each episode; by default, `eval_episodes` of them.
+            **arguments: Further arguments of the env, such as `render_mode`.
 
         Returns:
             Returns of the episodes, `[num_episodes]` float64. If an env has several rewards, their means.
         """
         options = self.options
-        arguments = options.env_arguments()
+        arguments = options.env_arguments() | arguments
+        first = options.seed + 10_000
+        seeds = range(first, first + options.eval_episodes) if seeds is None else seeds
         construct = constructor_of(options.env_fn())
         film = self.film(construct, options.video) if self._evaluate and options.video else None
         envs: list[Any] = []
         latest: list[Any] = []
-        for number in range(options.eval_episodes):
+        for number, seed in enumerate(seeds):
             with _typed_errors(number, "constructor"):
                 envs.append(film(number, **arguments) if film else construct(**arguments))
             with _typed_errors(number, "reset"):
-                latest.append(envs[number].reset(seed=options.seed + 10_000 + number))
+                latest.append(envs[number].reset(seed=seed))
         returns = np.zeros(len(envs))
         running = [*range(len(envs))]
         memory = None
         for _ in range(options.eval_steps):
             obs, info = zip(*latest, strict=True)
-            stacked = {name: np.stack([step_info[name] for step_info in info]) for name in infos}
+            stacked = {name: np.stack([step_info[name] for step_info in info]) for name in options.infos}
             memory, actions = act(memory, jax.tree.map(lambda *leaves: np.stack(leaves), *obs), stacked)
             actions = jax.tree.map(np.asarray, actions)
             for number in [*running]:
@@ -272,6 +282,80 @@ class TrainingRun(Run):
         if video is None:
             video = 0 if self._evaluate else given.video
         return make(self.film(given.env_fn(), video), **chosen, **given.env_arguments())
+
+
+class Policy:
+    """The policy of a saved run, which maps an observation of one env to the best action.
+
+    A program offers it by a function `load`, such as `jaxvec.examples.ppo.load`.
+
+    Attributes:
+        run: The run, of which `options` are those of the program.
+        act: Function for compiled programs and several envs. Its arguments are a memory, first None,
+            observations, and a dict of the infos that the options name, with leaves `[num_envs, ...]`. It
+            returns the next memory and the actions.
+        memory: Memory of a recurrent policy after the latest call. Before an episode, set it to None.
+
+    Example:
+        ```python
+        from jaxvec.examples import ppo
+
+        ppo.main(["--total-steps", "512", "--num-envs", "8", "--name", "first"])  # or in a shell
+        policy = ppo.load("runs/first")
+        env = gymnasium.make("CartPole-v1")
+        obs, info = env.reset(seed=0)
+        print(env.step(policy(obs))[1])  # 1.0
+        policy.play(seed=0, render_mode="rgb_array")  # the return of an episode
+        ```
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        options: type[Options],
+        actor: Callable[[Any, Any, Any], Callable[[Any, Any, Any, Any], tuple[Any, Any]]],
+    ) -> None:
+        """Reads the folder of a run.
+
+        Args:
+            folder: Path of the folder.
+            options: Class of the program's options.
+            actor: Function of the options and of the observation and action space of an env. It returns the
+                argument `act` of `TrainingRun.train`.
+
+        Raises:
+            FileNotFoundError: The run has not been saved.
+            ValueError: The folder contains no run, or that of another program.
+        """
+        config = replace(_read_options(Path(folder), options), video=0)
+        self.run: TrainingRun = TrainingRun(folder, evaluate=True)
+        self.run.options = config
+        with closing(constructor_of(config.env_fn())(**config.env_arguments())) as env:
+            self._space: Any = env.action_space
+            act = actor(config, env.observation_space, env.action_space)
+        self.act: Callable[..., tuple[Any, Any]] = partial(jax.jit(act), self.run.load_params())
+        self.memory: Any = None
+
+    def __call__(self, obs: Any, info: Mapping[str, Any] | None = None) -> Any:
+        """Returns the best action for `env.step`.
+
+        Args:
+            obs: Observation of `env.reset` or `env.step`.
+            info: Info of the same call, for a policy that needs infos.
+        """
+        infos = {name: (info or {})[name] for name in self.run.options.infos}
+        batch = jax.tree.map(lambda leaf: np.asarray(leaf)[None], (obs, infos))
+        self.memory, actions = self.act(self.memory, *batch)
+        return _to_space(self._space, jax.tree.map(lambda leaf: np.asarray(leaf)[0], actions))
+
+    def play(self, seed: int | None = None, **arguments: Any) -> float:
+        """Plays an episode, and returns its return.
+
+        Args:
+            seed: Seed of the episode; by default a random one.
+            **arguments: Further arguments of the env, such as `render_mode="human"`.
+        """
+        return float(self.run.play(self.act, [seed], **arguments)[0])
 
 
 @contextmanager
@@ -312,6 +396,17 @@ def _open_logger(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
     options = {"project": "jaxvec", "name": folder.name, "config": dict(config), "resume": "allow"}
     options |= {"id": folder.name, "dir": str(folder)} if name == "wandb" else {}
     return import_optional(name, "jaxvec.logging.Run", name).init(**options)
+
+
+def _read_options(folder: Path, options: type[OptionsT]) -> OptionsT:
+    """Returns the options of the run in a folder."""
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder}/config.json does not exist; pass the folder of a run, such as runs/NAME")
+    saved = json.loads((folder / "config.json").read_text())["config"]
+    if unknown := sorted(saved.keys() - {field.name for field in fields(options)}):
+        raise ValueError(f"{folder} is a run of another program, with the options {', '.join(unknown)}")
+    values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    return options(**values | {"resume": None, "evaluate": None})
 
 
 @dataclass(frozen=True)
@@ -361,6 +456,7 @@ def training(
         ```
     """
     tyro: Any = import_optional("tyro", "jaxvec.logging.training", "demo")
+    command = _command() if argv is None else program
     if argv is None:
         _keep_compiled()
     source, _ = tyro.cli(_Source, args=argv, return_unknown_args=True, add_help=False)
@@ -368,13 +464,8 @@ def training(
     try:
         if source.evaluate and source.resume:
             raise ValueError("--evaluate and --resume exclude each other")
-        if old and not (old / "config.json").exists():
-            raise ValueError(f"{old}/config.json does not exist; pass the folder of a run, such as runs/NAME")
-        saved = json.loads((old / "config.json").read_text())["config"] if old else {}
-        lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
-        values: Any = {**saved, **lists, "resume": None, "evaluate": None}
-        default = options(**values)
-        config: OptionsT = tyro.cli(options, prog=Path(sys.argv[0]).name, args=argv, default=default)
+        default = _read_options(old, options) if old else options()
+        config: OptionsT = tyro.cli(options, prog=command, args=argv, default=default)
         config.env_fn()  # raises an error if there is no such env
         folder = old or Path("runs") / (config.name or _default_name(program, config))
         is_new = not folder.exists()
@@ -395,6 +486,8 @@ def training(
         print(f"{command}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     opened.options = config
+    if not old:
+        opened.write(".gitignore", b"*\n")  # as other programs do in folders of results
     try:
         with opened as run:
             yield config, run
@@ -410,6 +503,7 @@ def training(
         if extra and is_new and not opened.env_steps:
             shutil.rmtree(folder, ignore_errors=True)
     score = run.latest("evaluation")
+    mean = run.latest("episode_return")
     text = f"mean return {mean:.5g} of the latest 100 episodes, {run.env_steps:,} env steps"
     if run.stopped:
         text = f"stopped: {text}; continue with {command} --resume {folder}"
@@ -447,16 +541,12 @@ def _keep_compiled() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
-def _default_name(program: str, config: Options) -> str:
-    env = config.env.rpartition(":")[2].replace("/", "-")
-    return "_".join([program, env, str(config.seed), time.strftime("%Y%m%d-%H%M%S")])
-    command = _command() if argv is None else program
-    if not old:
-        opened.write(".gitignore", b"*\n")  # as other programs do in folders of results
-    mean = run.latest("episode_return")
 def _command() -> str:
     """Returns the words that started this program."""
     spec = sys.modules["__main__"].__spec__
     return f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
 
 
+def _default_name(program: str, config: Options) -> str:
+    env = config.env.rpartition(":")[2].replace("/", "-")
+    return "_".join([program, env, str(config.seed), time.strftime("%Y%m%d-%H%M%S")])

@@ -151,7 +151,9 @@ def test_an_example_runs_and_prints_what_it_says(name, tmp_path, monkeypatch, ca
     monkeypatch.setattr(process, "usable_cores", lambda: 1)  # a worker each is enough, and costs half of two
     monkeypatch.setattr(logging.getLogger("jaxvec"), "disabled", True)  # of faults that are recovered from
     others = ".compat." in name or ".adapters." in name  # libraries, which may warn and print
-    others |= name in {"jaxvec.logging.TrainingRun", "jaxvec.logging.training"}  # they print the score
+    others |= name in {
+        f"jaxvec.logging.{name}" for name in ("Policy", "TrainingRun", "training")
+    }  # they print the score
     with warnings.catch_warnings():
         if others:
             warnings.simplefilter("ignore")

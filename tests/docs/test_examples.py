@@ -130,6 +130,7 @@ def test_an_evaluation_plays_the_best_actions(program, capsys):
         returns.append(total)
     assert run.latest("evaluation") == pytest.approx(np.mean(returns))
     assert f"score {np.mean(returns):.6g}: " in capsys.readouterr().out
+    assert program.load("runs/a").play(seed=5 + 10_000) == returns[0]
     program.main(["--evaluate", "runs/a"])
     expected = f"mean return {np.mean(returns):.6g} ± {np.std(returns):.3g} over 3 episodes\n"
     assert capsys.readouterr().out == expected

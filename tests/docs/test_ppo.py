@@ -128,6 +128,10 @@ def test_ppo_trains_and_writes_a_folder(env, capsys, monkeypatch):
         mean = float(capsys.readouterr().out.split()[2])
         assert mean == result.latest("evaluation")
         assert mean % 5 < 1e-6
+        policy = ppo.load("runs/a")
+        assert mean == np.mean([policy.play(seed=10_003 + number) for number in range(2)])
+        vmapped = policy.act(None, jnp.stack([jnp.zeros(4), jnp.ones(4)]), {})[1]
+        assert [policy(np.zeros(4)), policy(np.ones(4))] == vmapped.tolist()
         assert result.latest("episode_return") == pytest.approx(5 * result.latest("episode_length"))
 
 
@@ -364,6 +368,7 @@ def test_ppo_learns_from_images_with_legal_actions(leaf, register, capsys):
     expected = f"mean return {np.mean(returns):.6g} ± {np.std(returns):.3g} over 2 episodes\n"
     assert capsys.readouterr().out == expected
     assert np.mean(returns) == result.latest("evaluation")
+    assert ppo.load("runs/a").play(seed=10_001) == returns[1]
     ppo.main(["--evaluate", "runs/a", "--eval-episodes", "5"])
     assert capsys.readouterr().out.endswith(" over 5 episodes\n")
     assert before == {path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
@@ -378,6 +383,11 @@ def test_evaluate_refuses_a_folder_without_a_saved_run(capsys):
         with pytest.raises(SystemExit):
             ppo.main(words)
         assert message in error_in(capsys.readouterr().err)
+    with pytest.raises(ValueError, match="runs/b/config.json does not exist; pass the folder of a run"):
+        ppo.load("runs/b")
+    Path("runs/a/config.json").write_text('{"config": {"seed": 1, "buffer_size": 2}}')
+    with pytest.raises(ValueError, match="runs/a is a run of another program, with the options buffer_size"):
+        ppo.load("runs/a")
 
 
 @pytest.mark.slow
