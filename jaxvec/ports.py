@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -22,11 +24,12 @@ import numpy as np
 from jaxvec._ports.comparison import Comparison, Mode, SpaceResult
 from jaxvec._ports.distributions import Distributions, compare_distributions
 from jaxvec._ports.original import GetState, Original, SetState, constructor
-from jaxvec._ports.port import Port, as_port
+from jaxvec._ports.port import Port, as_port, check_port
 from jaxvec._ports.port_spaces import NOT_DECLARED, compare_spaces
 from jaxvec._ports.program import (
     Program,
     by_path,
+    is_of_reset,
     random_action,
     restored,
     seed_of,
@@ -132,10 +135,16 @@ def compare_port(
             "Pass set_state=lambda env, state: ..., or, if the original cannot be set to a state, "
             "mode='free_running', whose episodes start from the original's own resets"
         )
-    if num_envs * num_steps >= 2**31:
+    counted = all(isinstance(number, Integral) and number > 0 for number in (num_envs, num_steps))
+    if not counted or num_envs * num_steps >= 2**31:
         raise ValueError(
-            f"{num_envs} envs of {num_steps} steps are too many to count; make several comparisons"
+            f"{num_envs} envs of {num_steps} steps are too few, or too many to count: pass integers above 0 "
+            "with a product below 2**31"
         )
+    by_prefix = tolerances if isinstance(tolerances, Mapping) else {"": tolerances}
+    for path, tolerance in by_prefix.items():
+        if not isinstance(tolerance, Real) or not tolerance >= 0:
+            raise ValueError(f"tolerances: {path!r} must have a number of at least 0, not {tolerance!r}")
     sent = partial(sent_state, select_state, bool(set_state or get_state))
     each_step = mode == "one_step"
     env_fn = partial(
@@ -143,15 +152,19 @@ def compare_port(
     )
     with make(env_fn, num_envs, info=info, **options) as envs:
         (own,) = envs.get_attr("described", indices=[0])
+        beyond = own.pop("accepts actions beyond")
+        policy = policy or partial(random_action, own["action space"], beyond=beyond)
+        check_port(port, policy)
         program = Program(
             port=port,
-            policy=policy or partial(random_action, own["action space"]),
+            policy=policy,
+            action_space=own["action space"],
             sent=sent,
             compares_states=get_state is not None,
             each_step=each_step,
             num_envs=num_envs,
             num_steps=num_steps,
-            tolerances=tolerances if isinstance(tolerances, Mapping) else {"": tolerances},
+            tolerances=by_prefix,
             infos=tuple(info or ()),
             progress=progress and sys.stderr.isatty(),
         )
@@ -159,23 +172,28 @@ def compare_port(
         start = time.perf_counter()
         tallies, counts, samples = jax.device_get(compiled(seed))
         seconds = time.perf_counter() - start
-        unset = envs.get_attr("unset")
-    parted, leaves = (
-        int(counts["parted"]),
-        {path: program.result(path, tally) for path, tally in tallies.items()},
-    )
+        problems = envs.get_attr("problems")
+    parted = int(counts["parted"])
+    longest = int(counts["longest"])
+    leaves = {path: program.result(path, tally) for path, tally in tallies.items()}
+    resets, threshold = compare_resets(samples[0], samples[1], program.tolerance)
     port_fields = port.observation_space, port.action_space, port.max_episode_steps, port.autoreset
-    resets, threshold = compare_resets(*samples, program.tolerance)
     properties = {**compare_spaces(dict(zip(own, port_fields, strict=True)), own), **program.mismatches}
-    for path, (asked, actual) in {path: texts for each in unset for path, texts in each.items()}.items():
-        properties[f"set_state {path}"] = SpaceResult(asked, actual, equal=False)
-    observed = [leaf for path, leaf in leaves.items() if path.split("/")[0] == "obs" and leaf.different]
-    if observed and all(leaf.at_ends == leaf.different for leaf in observed):
-        properties["autoreset"] = SpaceResult(
-            "obs differ only in steps that end episodes, as if step reset the env",
-            own["autoreset"] or NOT_DECLARED,
-            False,
-        )
+    for name, (asked, actual) in ChainMap(*problems).items():
+        properties[name] = SpaceResult(asked, actual, equal=False)
+    different = {path: leaf.earliest for path, leaf in leaves.items() if leaf.earliest is not None}
+    observed = {path: case for path, case in different.items() if path.split("/")[0] == "obs"}
+    at_ends = all(leaves[path].at_ends == leaves[path].different for path in observed)
+    if observed and at_ends and all(is_of_reset(port, path, case) for path, case in observed.items()):
+        own_mode = own["autoreset"] or NOT_DECLARED
+        properties["autoreset"] = SpaceResult("step returns obs of a reset at ends", own_mode, equal=False)
+    untested = {path: "always 0 or False" for path, leaf in leaves.items() if leaf.ones == (0, 0)}
+    untested |= {name: "none" for name, seen in counts["actions"].items() if not seen}
+    limit = own["time limit"] or port.max_episode_steps
+    if limit is not None and longest < limit:
+        untested["time limit"] = f"the longest episode has {longest} of {limit} steps"
+    if options.get("reset_options"):
+        untested["reset options"] = "resets had none"
     return Comparison(
         mode=mode,
         set_to_states=set_state is not None,
@@ -189,6 +207,8 @@ def compare_port(
         episodes=int(counts["episodes"]),
         parted=parted,
         parted_after=float(counts["parted_steps"]) / parted if parted else float("nan"),
+        drifted=int(counts["drifted"]),
+        untested=untested,
         seconds=seconds,
     )
 
@@ -242,7 +262,8 @@ def replay(
     sent = partial(sent_state, select_state, bool(set_state or get_state))
     space = state_space(port, sent)
     env: Any = Original(constructor(original), set_state, get_state, space, each_step=each_step)
-    policy = policy or partial(random_action, env.described["action space"])
+    beyond = env.described["accepts actions beyond"]
+    policy = policy or partial(random_action, env.described["action space"], beyond=beyond)
     ours = {}
     theirs = {}
     for number in [step] if each_step else range(1, step + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,18 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.wrappers import Autoreset, TimeLimit
 
 SetState = Callable[[Any, Any], object]
 GetState = Callable[[Any], Mapping[str, Any]]
+
+
+_REPETITIONS = 8  # per env, of steps from one state after resets with different seeds
+_REPEATED = (
+    "equal results from one state",
+    ("other results after another reset: random, see compare_distributions, or set_state leaves a part"),
+)
 
 
 class Original(gymnasium.Env[Any, Any]):
@@ -41,10 +50,16 @@ class Original(gymnasium.Env[Any, Any]):
         each_step: bool,
     ) -> None:
         self._env = env_fn()
+        if not isinstance(getattr(self._env, "action_space", None), spaces.Space):
+            raise TypeError(
+                f"the original must be a Gymnasium env of one agent, with spaces, not {self._env!r}"
+            )
         self._set_state = set_state
         self._get_state = get_state
-        # Parts of states that set_state did not set, as texts of the asked and of the actual value.
-        self.unset: dict[str, tuple[str, str]] = {}
+        # What makes a comparison unfair, by name, as texts of what was asked for and of what was found.
+        self.problems: dict[str, tuple[str, str]] = {}
+        self._repetitions = _REPETITIONS if each_step else 0
+        self._last: Any = None
         self._each_step = each_step
         # A replay steps a new env, which may refuse a step without a reset.
         self._ended = True
@@ -56,6 +71,7 @@ class Original(gymnasium.Env[Any, Any]):
             "action space": self._env.action_space,
             "time limit": getattr(self._time_limit, "_max_episode_steps", None),
             "autoreset": getattr(declared, "name", declared),
+            "accepts actions beyond": is_bounded(self._env.action_space) and self._accepts_beyond(),
         }
         self._state_space = state_space
         if get_state is not None:
@@ -90,12 +106,26 @@ class Original(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[dict[str, Any], Any, bool, bool, dict[str, Any]]:
         """Starts an episode or sets the state, as the action says, and steps the original."""
         start = int(action["step"]) == 1
+        if self._repetitions:
+            if start and self._last is not None:
+                self._repetitions -= 1
+                first, second = (self._move(self._last, seed, sets=True)[:2] for seed in range(2))
+                if not data_equivalence(first, second):
+                    self.problems["transitions"] = _REPEATED
+            self._last = deepcopy(action)  # whose arrays are reused
+        seed = int(action["seed"]) if start else None
+        results, reward, info = self._move(action, seed, sets=start or self._each_step)
+        return results, reward, False, False, info
+
+    def _move(
+        self, action: Any, seed: int | None, *, sets: bool
+    ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         # An env that has ended may refuse to continue, or count steps after its end, until it is reset.
-        if start or self._ended:
-            self._env.reset(seed=int(action["seed"]) if start else None)
-        if self._each_step and self._time_limit is not None:
-            self._time_limit._elapsed_steps = int(action["step"]) - 1
-        if self._set_state is not None and (start or self._each_step):
+        if seed is not None or self._ended:
+            self._env.reset(seed=seed)
+        if sets and self._set_state is not None:
+            if self._time_limit is not None:
+                self._time_limit._elapsed_steps = int(action["step"]) - 1
             try:
                 self._set_state(self._env, action["state"])
             except Exception as error:
@@ -106,10 +136,20 @@ class Original(gymnasium.Env[Any, Any]):
             for path, value in self._read_state().items():
                 asked = action["state"][path]
                 if not np.allclose(value, asked, rtol=1e-5, atol=1e-5, equal_nan=True):
-                    self.unset.setdefault(path, (str(asked), str(value)))
+                    self.problems.setdefault(f"set_state {path}", (str(asked), str(value)))
         obs, reward, terminated, truncated, info = self._env.step(action["action"])
         self._ended = bool(terminated or truncated)
-        return self._results(obs, terminated, truncated), reward, False, False, info
+        return self._results(obs, terminated, truncated), reward, info
+
+    def _accepts_beyond(self) -> bool:
+        """Returns whether the original can be stepped by an action beyond the bounds of its space."""
+        space = self._env.action_space
+        try:
+            self._env.reset(seed=0)
+            self._env.step(space.high + (space.high - space.low) / 4)
+        except Exception:
+            return False
+        return True
 
     def _results(self, obs: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
         return {"obs": obs, "terminated": terminated, "truncated": truncated, "state": self._read_state()}
@@ -151,6 +191,11 @@ def constructor(original: Any) -> Callable[[], Any]:
             f"original must be a Gymnasium id, an EnvSpec or a function that makes an env, not {original!r}"
         )
     return original
+
+
+def is_bounded(space: Any) -> bool:
+    """Returns whether an action space has floats within bounds, of which there are random actions."""
+    return isinstance(space, spaces.Box) and space.is_bounded() and space.dtype.kind == "f"
 
 
 def space_like(shape: tuple[int, ...], dtype: Any) -> spaces.Box:

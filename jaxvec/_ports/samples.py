@@ -12,6 +12,7 @@ from scipy import special, stats
 _MAX_VALUES = 20  # of a variable that is compared by its counts
 _MAX_PAIRED = 32  # elements of a condition, and elements that are tested under each
 _GROUPS = 8  # of samples in which a condition has similar values
+_ALL = slice(None), slice(None)
 _MIN_SAMPLES = 8  # of a group on each side
 _RESET_ALPHA = 1e-4  # probability that any variable of equal resets is reported as different
 
@@ -26,6 +27,12 @@ class SampleResult:
     means: tuple[float, float]  # of this element in the port and in the original
     errors: tuple[float, float]  # half-widths of the 95 % confidence intervals of these means
 
+    def describe(self) -> str:
+        """Returns the p-value and the means on both sides."""
+        pairs = zip(self.means, self.errors, strict=True)
+        means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
+        return f"p {self.p_value:.2g}, means of element {self.element} in port and original {means}"
+
 
 def compare_resets(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: Callable[[str], float]
@@ -36,10 +43,9 @@ def compare_resets(
     results: dict[str, SampleResult] = {}
     for path in paths:
         both = ours[path], theirs[path]
-        results[f"reset {path}"] = compare_samples(*both, tolerance(path))
-        if states[0] and path.startswith("obs"):
-            # An observation of another state than that of the reset can have the right distribution.
-            results[f"reset {path} given state"] = compare_samples(*both, tolerance(path), states)
+        # An observation of another state than that of the reset can have the right distribution.
+        conditions = states if states[0] and path.startswith("obs") else None
+        results[f"reset {path}"] = compare_samples(*both, tolerance(path), conditions)
     return results, _RESET_ALPHA / max(1, sum(result.tests for result in results.values()))
 
 
@@ -51,8 +57,8 @@ def compare_samples(ours: Any, theirs: Any, tolerance: float = 0.0, conditions: 
         theirs: The original's samples.
         tolerance: Distance of values that count as equal; relative for variables with values above 1. Values
             within rounding also count as equal.
-        conditions: Further variables of the same samples, as a list for each side. Each test is among the
-            samples in which one of these has similar values. This finds sides where variables are
+        conditions: Further variables of the same samples, as a list for each side. Tests are then also among
+            the samples in which one of these has similar values. This finds sides where variables are
             distributed equally, but depend on each other differently.
     """
     sides = [_flat([side]) for side in (ours, theirs)]
@@ -62,15 +68,13 @@ def compare_samples(ours: Any, theirs: Any, tolerance: float = 0.0, conditions: 
     distance = max(2e-7, 2e-6 * largest, tolerance * max(1.0, largest))
     finite = [np.nan_to_num(side, nan=largest + 2, posinf=largest + 1, neginf=-largest - 1) for side in sides]
     varied = np.flatnonzero(np.ptp(np.concatenate(finite), axis=0) > distance)
-    groups = [(slice(None), slice(None))]
-    if conditions is not None:
-        varied = varied[:: 1 + len(varied) // _MAX_PAIRED]
-        groups = [*_groups(*map(_flat, conditions))]
+    groups = [] if conditions is None else [*_groups(*map(_flat, conditions))]
+    stride = 1 + len(varied) // _MAX_PAIRED
     p_values = np.ones(sides[0].shape[1])
-    for element in varied:
+    for number, element in enumerate(varied):
         columns = [side[:, element] for side in finite]
-        tests = (_p_value(columns[0][mask], columns[1][other], distance) for mask, other in groups)
-        p_values[element] = min(tests, default=1.0)
+        masks = [_ALL, *groups] if number % stride == 0 else [_ALL]
+        p_values[element] = min(_p_value(columns[0][a], columns[1][b], distance) for a, b in masks)
     for test in (np.isnan, np.isposinf, np.isneginf):
         p_values[test(sides[0]).any(0) != test(sides[1]).any(0)] = 0
     least = int(p_values.argmin()) if p_values.size else 0
@@ -79,7 +83,8 @@ def compare_samples(ours: Any, theirs: Any, tolerance: float = 0.0, conditions: 
         means = float(chosen[0].mean()), float(chosen[1].mean())
         errors = [1.96 * float(side.std()) / len(side) ** 0.5 for side in chosen]
     p_value = float(p_values.min(initial=1))
-    return SampleResult(len(varied) * len(groups), p_value, least, means, (errors[0], errors[1]))
+    tests = len(varied) + len(varied[::stride]) * len(groups)
+    return SampleResult(tests, p_value, least, means, (errors[0], errors[1]))
 
 
 def _flat(variables: Any) -> Any:

@@ -175,7 +175,7 @@ MISTAKES = {
     "first speed": ({"start_speed": 0.1}, {"reset state/speed"}, set()),
     "first observation of another state": (
         {"stale": True},
-        {"reset obs/position given state", "reset obs/weights given state"},
+        {"reset obs/position", "reset obs/weights"},
         set(),
     ),
 }
@@ -185,7 +185,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mode", ["one_step", pytest.param("free_running", marks=pytest.mark.slow)])
 def test_a_wrong_port_is_found_and_named(mistake, found, at_ends, mode):
     port = make_port(**mistake)
-    states = found & {"state/steps", "reset state/speed", "reset obs/position given state"}
+    states = found & {"state/steps", "reset state/speed", "reset obs/position"}
     result = compare(port, mode=mode, get_state=get_state if states else None)
     assert {*result.differences} <= found if mode == "free_running" else {*result.differences} == found
     assert result.differences
@@ -282,6 +282,27 @@ def test_a_set_state_that_raises_is_named():
         compare(make_port(), set_state=wrong)
 
 
+def broken_port(fault):
+    """Returns a port that does not keep to the form of one, by the name of the fault."""
+    right = make_port()
+
+    def step(key, state, action):
+        after, results = right.step(key, state, action)
+        match fault:
+            case "cast":
+                after = {**after, "steps": after["steps"] + 0.5}
+            case "key":
+                results = {name: results[name] for name in ("obs", "reward", "truncated")}
+            case "gymnax":
+                return results["obs"], after, 0.0, False, {}
+        return after, results
+
+    def reset(key):
+        return right.reset(key)[::-1] if fault == "swapped" else right.reset(key)
+
+    return Port(jax.vmap(reset), jax.vmap(step)) if fault == "vmapped" else Port(reset, step)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -290,14 +311,97 @@ def test_a_set_state_that_raises_is_named():
             {"tolerances": {"observation": 1}},
             "no leaf has the path 'observation'; the paths are obs/position",
         ),
+        ({"tolerances": float("nan")}, "tolerances: '' must have a number of at least 0, not nan"),
+        ({"tolerances": {"obs": "1e-3"}}, "tolerances: 'obs' must have a number"),
         ({"num_steps": 2**31}, "too many to count"),
+        ({"num_steps": 0}, "too few"),
         ({"original": 3}, "original must be a Gymnasium id"),
         ({"port": object()}, "no env of gymnax"),
+        ({"port": (make_port().reset, make_port().step)}, "no env of gymnax"),
+        ({"port": broken_port("cast")}, r"int32\(\) after reset and float32\(\) after step"),
+        ({"port": broken_port("key")}, "KeyError: 'terminated'"),
+        *(
+            ({"port": broken_port(fault)}, "reset.key. -> .state, obs.")
+            for fault in ("gymnax", "swapped", "vmapped")
+        ),
     ],
 )
 def test_wrong_arguments_are_named(options, text):
     with pytest.raises((TypeError, ValueError), match=text):
         compare(**{"port": make_port(), **options})
+
+
+def test_what_was_not_tested_is_named():
+    result = compare(make_port(limit=LIMIT + 1), num_steps=LIMIT - 2)
+    assert result.untested["time limit"] == f"the longest episode has {LIMIT - 2} of {LIMIT} steps"
+    assert {"time limit", "truncated"} <= {*result.untested}
+    assert "truncated (always 0 or False)" in str(result)
+    right = compare(make_port(), num_steps=LIMIT - 2)
+    with pytest.raises(AssertionError, match="not tested: .*time limit"):
+        right.assert_equal(require=["truncated"])
+    with pytest.warns(UserWarning, match="not tested: .*time limit"):
+        right.assert_equal()
+    for ignored in ("time limit", ["no such name"]):
+        with pytest.raises(ValueError, match="ignore: "):
+            result.assert_equal(ignore=ignored)
+
+
+class Walk(gymnasium.Env):
+    """A random walk with clipped actions, whose noise a port cannot repeat."""
+
+    observation_space = action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, noise=0.0, strict=False):
+        self.noise, self.strict = noise, strict
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = np.zeros(2, np.float32)
+        return self.place, {}
+
+    def step(self, action):
+        assert not self.strict or self.action_space.contains(action)
+        noise = self.noise * self.np_random.normal(size=2)
+        self.place = np.float32(self.place + np.clip(action, -1, 1) + noise)
+        return self.place, 0.0, bool(self.place[0] > 2), False, {}
+
+
+def walk(clips=True, noise=0.0):
+    def step(key, place, action):
+        after = place + (jnp.clip(action, -1, 1) if clips else action) + noise * jax.random.normal(key, (2,))
+        return after, {"obs": after, "reward": 0.0, "terminated": after[0] > 2, "truncated": False}
+
+    return Port(lambda key: (jnp.zeros(2), jnp.zeros(2)), step)
+
+
+@pytest.mark.parametrize(
+    ("port", "original", "found"),
+    [
+        (walk(), Walk, []),
+        (walk(), partial(Walk, strict=True), []),
+        (walk(clips=False), Walk, ["obs", "terminated"]),
+        (walk(noise=1.0), partial(Walk, noise=1.0), ["transitions", "obs", "terminated"]),
+    ],
+    ids=["equal", "strict", "without a clip", "random"],
+)
+def test_actions_at_and_beyond_bounds_and_random_originals(port, original, found):
+    result = compare(
+        port, original=original, set_state=lambda env, state: setattr(env, "place", state["state"])
+    )
+    assert result.differences == found
+    assert ("actions beyond the bounds" in result.untested) == (not isinstance(original, type) and not found)
+    if found:
+        with pytest.raises(AssertionError) as caught:
+            result.assert_equal(ignore=result.untested)
+        assert len(str(caught.value)) < 3000
+        assert all(text in str(caught.value) for text in ("seed 0", "earliest: step", "largest: step"))
+
+
+def test_comparisons_run_with_x64():
+    with jax.enable_x64(True):
+        compare(make_port(), get_state=get_state, tolerances=1e-6).assert_equal()
+        assert compare(make_port(sign=-1), mode="free_running").differences
+        compare_distributions(make_port(), make_cart, num_episodes=64, backend="serial").assert_equal()
 
 
 def test_results_of_other_shapes_and_dtypes_are_named():
@@ -381,10 +485,20 @@ def test_the_envs_of_gymnax_are_ports():
     def set_cart(env, state):
         env.unwrapped.state = [float(state[name]) for name in ("x", "x_dot", "theta", "theta_dot")]
 
-    port = as_port(*gymnax.make("CartPole-v1"))
-    result = compare(port, original="CartPole-v1", set_state=set_cart, tolerances={"obs": 1e-6})
-    assert [name for name in result.differences if "space" not in name] == []
-    ours, theirs = replay(port, "CartPole-v1", key=jax.random.key(0), step=3)
+    def set_array(env, state, names):
+        env.unwrapped.state = np.array([float(state[name]) for name in names])
+
+    joints = ("joint_angle1", "joint_angle2", "velocity_1", "velocity_2")
+    for name, setter in {
+        "CartPole-v1": set_cart,
+        "Acrobot-v1": partial(set_array, names=joints),
+        "Pendulum-v1": partial(set_array, names=("theta", "theta_dot")),
+    }.items():
+        port = as_port(*gymnax.make(name))
+        for mode in ("one_step", "free_running"):
+            result = compare(port, original=name, set_state=setter, mode=mode, tolerances=1e-5, num_steps=400)
+            assert [found for found in result.differences if "space" not in found] == []
+    ours, theirs = replay(port, name, key=jax.random.key(0), step=3)
     assert ours["obs"].shape == theirs["obs"].shape
 
 
@@ -447,8 +561,8 @@ def test_equal_distributions_are_not_reported():
             for when in ("first obs", "obs after 1 steps", "obs after 10 steps")
             for name in OBS
         ),
-        "return",
-        "length",
+        "first action",
+        *("return", "length", "terminated", "truncated"),
     }
     assert "512 episodes on each side" in str(result)
     for half_width in result.samples["first obs/position"].errors:  # of 512 draws between -1 and 1
