@@ -25,7 +25,7 @@ from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
 
-COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async")
+COPIES = TO_GPU, TO_HOST, ZEROS = "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async"
 
 
 class ImageEnv(CountingEnv):
@@ -47,6 +47,18 @@ def pool(make, driver):
         return make(env, num_envs, transport="ffi", dispatch="native", **kwargs)
 
     return pool
+
+
+@pytest.fixture
+def start(driver, pool):
+    """Makes a pool and resets it in a program; returns the pool, the program's calls and the token."""
+
+    def start(env, num_envs, **kwargs):
+        envs = pool(env, num_envs, **kwargs)
+        gpu = Gpu(driver, envs)
+        return envs, gpu, gpu.reset(seed=0)[0]
+
+    return start
 
 
 def as_timestep(envs, rows):
@@ -92,34 +104,19 @@ def dict_of(sample):
     return jax.tree.map(np.asarray, sample)
 
 
-def test_a_step_waits_for_its_stream_once_and_for_nothing_else(driver, pool):
-    envs = pool(ImageEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
-    token, _ = gpu.step(token, np.zeros(3, np.int32))
-    driver.take_calls()
-    gpu.step(token, np.zeros(3, np.int32))
-    calls = driver.take_calls()
-    assert [call for call in calls if "Synchronize" in call] == ["cuStreamSynchronize"]
-    # Token and action; then images, final images, all of which are zeros, and what is packed.
-    assert [call for call in calls if call in COPIES] == [
-        *["cuMemcpyDtoHAsync_v2"] * 2,
-        "cuMemcpyHtoDAsync_v2",
-        "cuMemsetD8Async",
-        "cuMemcpyHtoDAsync_v2",
-    ]
-    assert "cuMemHostAlloc" not in calls
-
-
-def test_small_results_go_over_with_the_token_in_one_copy(driver, pool):
-    envs = pool(NestedEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+# Images, final images, all of which are zeros, and what is packed: the token and small results.
+@pytest.mark.parametrize(("env", "copies"), [(ImageEnv, (TO_GPU, ZEROS, TO_GPU)), (NestedEnv, (TO_GPU,))])
+def test_a_step_waits_for_its_stream_once_and_for_nothing_else(driver, start, env, copies):
+    envs, gpu, token = start(env, 3)
     action = dict_of(envs.action_space.sample())
     token, _ = gpu.step(token, action)
     driver.take_calls()
     gpu.step(token, action)
-    assert driver.take_calls().count("cuMemcpyHtoDAsync_v2") == 1
+    calls = driver.take_calls()
+    assert [call for call in calls if "Synchronize" in call] == ["cuStreamSynchronize"]
+    operands = 1 + len(jax.tree.leaves(action))
+    assert [call for call in calls if call in COPIES] == [*[TO_HOST] * operands, *copies]
+    assert "cuMemHostAlloc" not in calls
 
 
 class DigitsEnv(ImageEnv):
@@ -180,10 +177,8 @@ class SlowEnv(CountingEnv):
         return super().step(action)
 
 
-def test_a_slow_step_is_ended_by_python(driver, pool):
-    envs = pool(SlowEnv, 2, num_workers=2)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+def test_a_slow_step_is_ended_by_python(start):
+    envs, gpu, token = start(SlowEnv, 2, num_workers=2)
     for step in range(1, 4):
         token, rows = gpu.step(token, np.array([0, 7], np.int32))
         gpu.wait()
@@ -199,21 +194,17 @@ def images(rows, envs):
     return as_timestep(envs, rows).obs[:, 0, 0].tolist()
 
 
-def test_copies_are_late_here(driver, pool):
+def test_copies_are_late_here(start):
     """What the next tests rest on: a step returns before its rows were read."""
-    envs = pool(ImageEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, rows = gpu.reset(seed=0)
+    envs, gpu, token = start(ImageEnv, 3)
     token, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
     assert images(rows, envs) == [77] * 3
     gpu.wait()
     assert images(rows, envs) == [11, 21, 31]
 
 
-def test_the_next_step_of_a_program_leaves_the_rows_in_flight_alone(driver, pool):
-    envs = pool(ImageEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+def test_the_next_step_of_a_program_leaves_the_rows_in_flight_alone(start):
+    envs, gpu, token = start(ImageEnv, 3)
     seen = []
     for action in range(1, 6):
         token, rows = gpu.step(token, np.full(3, action, np.int32))
@@ -264,21 +255,17 @@ HOST = {
 
 
 @pytest.mark.parametrize("verb", HOST)
-def test_who_needs_no_token_waits_for_the_rows_in_flight(driver, pool, verb):
-    envs = pool(ImageEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+def test_who_needs_no_token_waits_for_the_rows_in_flight(start, verb):
+    envs, gpu, token = start(ImageEnv, 3)
     _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
     HOST[verb](envs)
     gpu.wait()
     assert images(rows, envs) == [11, 21, 31]
 
 
-def test_else_they_would_be_overwritten(driver, pool, monkeypatch):
+def test_else_they_would_be_overwritten(start, monkeypatch):
     """That the last test can fail."""
-    envs = pool(ImageEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+    envs, gpu, token = start(ImageEnv, 3)
     _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
     monkeypatch.setattr(CEngine, "wait_for_copies", lambda self: None)
     HOST["step"](envs)
@@ -286,10 +273,8 @@ def test_else_they_would_be_overwritten(driver, pool, monkeypatch):
     assert images(rows, envs) == [2] * 3
 
 
-def test_close_waits_for_the_rows_in_flight(driver, pool):
-    envs = pool(ImageEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+def test_close_waits_for_the_rows_in_flight(driver, start):
+    envs, gpu, token = start(ImageEnv, 3)
     _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
     assert driver.registered == 1
     envs.close()
@@ -299,10 +284,8 @@ def test_close_waits_for_the_rows_in_flight(driver, pool):
         gpu.step(token, np.zeros(3, np.int32))
 
 
-def test_devices_step_their_own_envs_concurrently(driver, pool, monkeypatch):
-    envs = pool(ImageEnv, 4, num_workers=2)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+def test_devices_step_their_own_envs_concurrently(driver, start, monkeypatch):
+    envs, gpu, token = start(ImageEnv, 4, num_workers=2)
     gpu.wait()
     monkeypatch.setattr(_ffi, "_PACKED", ("cpu",))
     step = _call.Call(Verb.STEP, envs.spec, "ffi")
@@ -336,10 +319,8 @@ def test_devices_step_their_own_envs_concurrently(driver, pool, monkeypatch):
 # --- Errors ---------------------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_the_cpu(driver, pool):
-    envs = pool(CountingEnv, 2)
-    gpu = Gpu(driver, envs)
-    first, _ = gpu.reset(seed=0)
+def test_errors_are_those_of_the_cpu(start):
+    envs, gpu, first = start(CountingEnv, 2)
     gpu.wait()
     second, _ = gpu.step(first, np.zeros(2, np.int32))
     with pytest.raises(CallError, match="StaleHandleError: stale handle: it is from call 1 to env 0"):
@@ -357,10 +338,8 @@ def test_errors_are_those_of_the_cpu(driver, pool):
     assert envs.get_attr("steps") == (2, 2)
 
 
-def test_an_env_that_raises_breaks_the_pool(driver, pool):
-    envs = pool(RaisingEnv, 2)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+def test_an_env_that_raises_breaks_the_pool(start):
+    envs, gpu, token = start(RaisingEnv, 2)
     gpu.wait()
     with pytest.raises(CallError, match="bad luck"):
         gpu.step(token, np.array([0, 7], np.int32))
@@ -406,13 +385,9 @@ def test_on_the_cpu_whoever_caught_an_error_has_heard_it(make):
             step(first)
 
 
-@pytest.mark.parametrize(
-    "function", ["cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemsetD8Async"]
-)
-def test_what_the_driver_refuses_is_an_error_in_its_words(driver, pool, function):
-    envs = pool(ImageEnv, 3)
-    gpu = Gpu(driver, envs)
-    token, _ = gpu.reset(seed=0)
+@pytest.mark.parametrize("function", [*COPIES, "cuStreamSynchronize"])
+def test_what_the_driver_refuses_is_an_error_in_its_words(driver, start, function):
+    _, gpu, token = start(ImageEnv, 3)
     gpu.wait()
     driver.fail(function, ILLEGAL_ADDRESS)
     name = function.removesuffix("_v2")
