@@ -41,7 +41,7 @@ FOUND = {  # page: the words for which it is among the first three results
     "how-to/ray/": "ray",
     "how-to/speed/": "asynchronous, spare_envs, trace",
     "how-to/workers/": "old gym",
-    "how-to/your_env/": "action mask, curriculum, images, info, render, video",
+    "how-to/your_env/": "action mask, curriculum, images, info, pure_callback, render, video",
     "install/": "doctor, install, versions, windows",
     "porting/stable_baselines3/": "stable-baselines3",
     "programs/": "ppo",
