@@ -61,7 +61,9 @@ def notebook_pages() -> dict[str, str | bytes]:
         for cell in json.loads(path.read_text())["cells"]:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
-                parts.append(re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](\1.md", source))
+                source = re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](\1.md", source)
+                # The badge would be loaded from another host.
+                parts.append(re.sub(r"!\[(Open in Colab)\]\(.+?\)", r"\1", source))
                 continue
             parts.append(f"```python\n{source}\n```")
             for number, output in enumerate(cell["outputs"]):
