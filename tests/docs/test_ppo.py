@@ -9,7 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import gymnasium
 import jax
@@ -159,6 +159,38 @@ def returns_of(folder):
             if terminated or truncated:
                 break
     return returns
+
+
+class LeveledEnv(CartPoleEnv):
+    """Appends the level of each episode to a file of its process."""
+
+    def reset(self, *, seed=None, options=None):
+        with Path(f"levels-{os.getpid()}").open("a") as file:
+            file.write(f"{-1 if options is None else options['level'].item()} ")
+        return super().reset(seed=seed)
+
+
+@pytest.mark.slow
+def test_the_curriculum_of_the_page_sets_the_level_of_each_episode(register, monkeypatch):
+    page = Path(__file__).parents[2] / "docs/own_agent.md"
+    (diff,) = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
+    source = Path(ppo.__file__).read_text()
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    program = ModuleType("my_ppo")
+    monkeypatch.setitem(sys.modules, "my_ppo", program)
+    exec(source, program.__dict__)
+    register("Leveled-v0", LeveledEnv, disable_env_checker=True)
+    program.main([*SMALL, "--env", "Leveled-v0", "--total-steps", "640", "--name", "a"])
+    # Saved states are proven in another process, and evaluations played in this one.
+    files = [path.read_text().split() for path in Path().glob("levels-*")]
+    levels = [float(level) for level in max(files, key=len)]
+    assert levels[:8] == [-1] * 4 + [0] * 4  # the first reset, of `run.train`, has no options
+    assert levels == sorted(levels)
+    assert levels[-1] > 0.5
 
 
 @pytest.mark.slow
