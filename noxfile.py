@@ -25,6 +25,14 @@ ROOT = Path(__file__).resolve().parent
 DEFAULT_PYTHON = sys.executable
 OLDEST_JAX = "0.7.2"
 MACOS = {"PYTHONPATH": str(ROOT / "tests" / "support" / "macos")}  # makes Linux look like macOS to jaxvec
+# With these, JAX refuses what it otherwise converts or lets pass.
+STRICT = {
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_ENABLE_CHECKS": "1",
+    "JAX_DEBUG_NANS": "1",
+    "JAX_DEBUG_INFS": "1",
+}
 OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # tests/conftest.py turns some off by default
 
 nox.options.default_venv_backend = "uv"
@@ -256,6 +264,8 @@ def newest(session: nox.Session) -> None:
     pytest(session, "--start-method", "spawn", *in_this_process, *files("faults", "faults", "close"))
     # The steps of the driver for a machine with a GPU, without the long ones.
     accelerator(session, "--short", "--only", "driver|calling|gpu|rates|learning|cores|interrupt")
+    session.env.update(STRICT)
+    pytest(session, "-n", "2", *files("unit", "normalize"), *files("pool", "padded_programs", "transforms"))
 
 
 def accelerator(session: nox.Session, *arguments: str) -> None:

@@ -320,7 +320,7 @@ def loss(weight, handle):
 
     def body(handle, _):
         handle, timestep = jaxvec.step(handle, ACTION)
-        return handle, (weight * timestep.obs[:, 1] * timestep.reward).sum()
+        return handle, (weight * timestep.obs[:, 1].astype(float) * timestep.reward).sum()
 
     return jax.lax.scan(body, handle, length=5)[1].sum()
 
@@ -374,7 +374,7 @@ def test_a_gradient_under_vmap_and_a_vmap_under_gradient(serial, hand_offs):
 
     def lane_loss(weight, handle):
         _, timestep = jaxvec.step(handle, jnp.zeros(4, int))
-        return (weight * timestep.obs[:, 1]).sum()
+        return (weight * timestep.obs[:, 1].astype(float)).sum()
 
     hand_offs.clear()
     grads = jax.vmap(jax.grad(lane_loss))(jnp.ones(2), split(handle, 2))
@@ -653,8 +653,8 @@ def test_reads_under_the_transformations(envs, mesh):
     np.testing.assert_array_equal(jax.vmap(jax.vmap(level))(split(handle, 2, 2)).reshape(8), expected)
     conditional = jax.vmap(lambda go, h: jax.lax.cond(go, lambda: level(h), lambda: jnp.zeros(4, int)))
     np.testing.assert_array_equal(conditional(jnp.array([True, False]), split(handle, 2)), [[1] * 4, [0] * 4])
-    assert jax.grad(lambda w: (w * level(handle)).sum())(3.0) == 8
-    assert jax.grad(jax.checkpoint(lambda w, h: (w * level(h)).sum()))(3.0, handle) == 8
+    assert jax.grad(lambda w: (w * level(handle).astype(float)).sum())(3.0) == 8
+    assert jax.grad(jax.checkpoint(lambda w, h: (w * level(h).astype(float)).sum()))(3.0, handle) == 8
     jaxvec.step(handle, ACTION)  # the handle is fresh after all these
 
 
@@ -691,7 +691,7 @@ def test_first_ready_batches_under_the_transformations(halves, mesh):
 
     def loss(weight, handle):
         handle, timestep = turn(handle, jnp.ones(4, int))
-        return (weight * timestep.obs[:, 1]).sum(), handle
+        return (weight * timestep.obs[:, 1].astype(float)).sum(), handle
 
     for step, derivative in enumerate((jax.grad(loss, has_aux=True), jax.jit(jax.grad(loss, has_aux=True)))):
         grad, handle = derivative(2.0, handle)
