@@ -30,7 +30,7 @@ def check_count(name: str, value: Any, least: int, num_envs: int | None = None) 
     return count
 
 
-CANDIDATES = ("core", "spin")
+CANDIDATES = ("core", "spin", "line")
 
 
 def candidates() -> set[str]:
@@ -42,6 +42,7 @@ def candidates() -> set[str]:
       the program has a core of its own.
     - `spin`: A thread that waits for a step polls twice as long as the latest steps took on average, up to
       2 ms, instead of 50 us.
+    - `line`: Idle workers poll one cache line that all share in a step of all envs, instead of one each.
     """
     words = {*os.environ.get("JAXVEC_CANDIDATES", "").split(",")} - {""}
     for word in words:

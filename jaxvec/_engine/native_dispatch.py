@@ -31,9 +31,16 @@ class NativeParentDispatch(ParentDispatch):
         super().__init__(marks)
         stops = np.array([stop for _, stop in slices])
         sockets = np.array([channel.fileno() for channel in channels], np.int32)
-        longest_spin_ns = _LONGEST_SPIN_NS if "spin" in candidates() else 0
-        look_around_ns = int(DEATH_CHECK_INTERVAL * 1e9)
-        self.native_end = load().parent(marks, stops, sockets, spin_ns, look_around_ns, longest_spin_ns)
+        words = candidates()
+        self.native_end = load().parent(
+            marks,
+            stops,
+            sockets,
+            spin_ns,
+            int(DEATH_CHECK_INTERVAL * 1e9),
+            _LONGEST_SPIN_NS if "spin" in words else 0,
+            "line" in words,
+        )
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         self.native_end.send(verb, slots)

@@ -68,8 +68,8 @@ class Marks:
         requested: int64 `[num_slots]`, written by the parent: the latest request, as `requests` of move.py.
         completed: int64 `[num_slots]`, written by workers: the request completed last.
         completed_at: int64 `[num_slots]`, written by workers: monotonic time of the completion, in ns.
-        doorbell, worker_notices, asleep, finished, target, sleepers, parent_notices: Words of the native
-            dispatch; `_native/dispatch.h` documents their writers.
+        doorbell, common_bell, worker_notices, asleep, finished, target, sleepers, parent_notices: Words of
+            the native dispatch; `_native/dispatch.h` documents their writers.
     """
 
     running: NDArray[np.uint32]
@@ -77,6 +77,7 @@ class Marks:
     completed: NDArray[np.int64]
     completed_at: NDArray[np.int64]
     doorbell: NDArray[np.uint32]
+    common_bell: NDArray[np.uint32]
     worker_notices: NDArray[np.uint32]
     asleep: NDArray[np.uint32]
     finished: NDArray[np.uint32]
@@ -190,7 +191,7 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
         yield (name,), (n,), np.dtype(np.int64)
     for name in ("running", "doorbell", "worker_notices", "asleep"):
         yield (name,), (num_workers, *_LINE), np.dtype(np.uint32)
-    for name in ("finished", "target", "sleepers", "parent_notices"):
+    for name in ("common_bell", "finished", "target", "sleepers", "parent_notices"):
         yield (name,), _LINE, np.dtype(np.uint32)
 
 

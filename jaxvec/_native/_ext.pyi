@@ -41,6 +41,7 @@ def parent(
     spin_ns: int,
     look_around_ns: int,
     longest_spin_ns: int,
+    rings_once: bool,
     /,
 ) -> Parent:
     """Returns the parent's end. `stops` has the end of each worker's slots."""

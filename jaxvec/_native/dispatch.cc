@@ -260,23 +260,27 @@ void wake_block(Board& board, const std::vector<uint32_t>& block) {
 
 // Wakes the workers of `slots`.
 //
+// If all have work, one common bell may do for those that poll. A worker stores `asleep`, then loads both of
+// its bells; we add to the common one, then load `asleep`. So a worker that we see awake sees the bell.
+//
 // A worker that is woken on this thread's core may take it over at once, until its step is done. So workers
 // that slept on this core come last: otherwise the others would sleep on meanwhile.
 void wake_owners(Parent& parent, const int64_t* slots, uint32_t count) {
   Board& board = parent.board;
-  const int64_t* const end = parent.stops + board.num_workers;
-  std::vector<char> owns(board.num_workers);
-  const int64_t* stop = end;
-  for (uint32_t i = 0; i < count; ++i) {
-    const bool is_same = stop != end && slots[i] < *stop && (stop == parent.stops || slots[i] >= stop[-1]);
-    if (!is_same) stop = std::upper_bound(parent.stops, end, slots[i]);
-    owns[stop - parent.stops] = 1;
-  }
+  const bool all = count == board.num_slots;
+  const bool rung = all && parent.rings_once;
+  if (rung) board.common_bell->word.fetch_add(1, std::memory_order_seq_cst);
+  std::vector<char> owns(all ? 0 : board.num_workers);
+  const auto owner_of = [&](int64_t slot) {
+    return std::upper_bound(parent.stops, parent.stops + board.num_workers, slot) - parent.stops;
+  };
+  for (uint32_t i = 0; i < count && !all; ++i) owns[owner_of(slots[i])] = 1;
   const auto here = static_cast<uint32_t>(sched_getcpu());
-  const bool many = std::count(owns.begin(), owns.end(), 1) >= kManyWorkers;
+  const bool many = (all ? board.num_workers : std::count(owns.begin(), owns.end(), 1)) >= kManyWorkers;
   std::vector<uint32_t> block, last;
   for (uint32_t worker = 0; worker < board.num_workers; ++worker) {
-    if (!owns[worker]) continue;
+    if (!all && !owns[worker]) continue;
+    if (rung && board.asleep[worker].word.load(std::memory_order_seq_cst) == 0) continue;
     if (board.asleep[worker].extra.load(std::memory_order_relaxed) == here) {
       last.push_back(worker);
     } else if (!many) {
@@ -398,9 +402,8 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
     const int64_t nap = std::min<int64_t>(left, board.look_around_ns);
     const timespec timeout = {nap / 1'000'000'000, nap % 1'000'000'000};
     board.sleepers->word.fetch_add(1, std::memory_order_seq_cst);
-    int error = 0;
-    if (board.finished->word.load(std::memory_order_seq_cst) == finished)
-      error = futex_wait(*board.finished, finished, &timeout);
+    const bool unfinished = board.finished->word.load(std::memory_order_seq_cst) == finished;
+    const int error = unfinished ? futex_wait(*board.finished, finished, &timeout) : 0;
     board.sleepers->word.fetch_sub(1, std::memory_order_relaxed);
     if (error == EINTR) return kInterrupted;
     if (error == ETIMEDOUT) {
@@ -422,20 +425,24 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
   Spin spin(board.spin_ns);
   for (;;) {
     const uint32_t seen = doorbell.word.load(std::memory_order_seq_cst);
+    const uint32_t seen_by_all = board.common_bell->word.load(std::memory_order_seq_cst);
+    const auto rung = [&] {
+      return doorbell.word.load(std::memory_order_seq_cst) != seen ||
+             board.common_bell->word.load(std::memory_order_seq_cst) != seen_by_all;
+    };
     *count = next_work(worker, operation, slots);
     if (*count > 0) return;
     if (board.worker_notices[worker.index].word.load(std::memory_order_acquire) != worker.seen_notices) {
       ++worker.seen_notices;
       return;
     }
-    while (doorbell.word.load(std::memory_order_seq_cst) == seen && spin.again()) {
+    while (!rung() && spin.again()) {
     }
     if (ask_for_short_slices()) ticker.tick_until(Spin::busy_until());
     board.asleep[worker.index].extra.store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
-    int error = 0;
-    const timespec second = {1, 0};
-    if (doorbell.word.load(std::memory_order_seq_cst) == seen) error = futex_wait(doorbell, seen, &second);
+    const timespec nap = {board.look_around_ns / 1'000'000'000, board.look_around_ns % 1'000'000'000};
+    const int error = rung() ? 0 : futex_wait(doorbell, seen, &nap);
     board.asleep[worker.index].word.store(0, std::memory_order_seq_cst);
     const uint32_t to_wake = doorbell.extra.exchange(0, std::memory_order_seq_cst);
     wake_sleepers(board, worker.index + 1, worker.index + 1 + to_wake);

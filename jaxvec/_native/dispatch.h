@@ -24,12 +24,13 @@ struct Board {
   uint32_t num_slots;
   uint32_t num_workers;
   uint32_t spin_ns;                    // time to poll before sleeping; 0 where cores are scarce
-  uint32_t look_around_ns;             // longest sleep of the parent, as a dead worker can't wake it
+  uint32_t look_around_ns;             // longest sleep, as a dead process can't wake the other side
   std::atomic<int64_t>* requested;     // [num_slots] parent writes: the latest request, its number and verb
   std::atomic<int64_t>* completed;     // [num_slots] worker writes: the request it completed last
   std::atomic<int64_t>* completed_at;  // [num_slots] worker writes: time of completion, monotonic ns
   Line* doorbell;                      // [num_workers] parent adds: there is new work or a new message;
                                        // `extra` is the number of next workers that it wakes when it wakes
+  Line* common_bell;                   // parent adds: there is new work for all workers
   Line* worker_notices;                // [num_workers] parent adds: a message is on the control socket
   Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake; `extra` is the
                                        // core that it slept on last
@@ -64,6 +65,7 @@ struct Parent {
   std::atomic<int64_t> looked_ns;        // time of the latest poll of the sockets by a wait
   std::atomic<int64_t> mean_wait_ns{0};  // average of the latest waits for completed slots
   int64_t longest_spin_ns = 0;           // a wait polls twice that average, unless that is more than this
+  bool rings_once = false;               // whether a send to all envs uses `common_bell`
 };
 
 struct Worker {
@@ -99,7 +101,7 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
 void mark_notices_seen(Parent& parent);
 
 // Waits for work or a notice. `count` becomes 0 for a notice, else the number of slots with one `operation`.
-// After a second without either, or a signal, `count` is 0 and `operation` is `kEnd`.
+// After `look_around_ns` without either, or a signal, `count` is 0 and `operation` is `kEnd`.
 // `slots` has room for all slots of the worker. While this core is busy, a thread of this process makes the
 // kernel look more often whether the worker may run.
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count);

@@ -34,6 +34,7 @@ Board read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns) {
   find("completed", board.completed);
   find("completed_at", board.completed_at);
   board.num_workers = find("doorbell", board.doorbell);
+  find("common_bell", board.common_bell);
   find("worker_notices", board.worker_notices);
   find("asleep", board.asleep);
   find("finished", board.finished);
@@ -46,7 +47,7 @@ Board read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns) {
 // --- `Parent`: the parent's end of the dispatch ---
 
 Ref make_parent(PyObject* marks, const Slots& stops, const Numbers<int32_t, NPY_INT32>& sockets,
-                uint32_t spin_ns, uint32_t look_around_ns, int64_t longest_spin_ns) {
+                uint32_t spin_ns, uint32_t look_around_ns, int64_t longest_spin_ns, bool rings_once) {
   Ref self = make_owner<ParentEnd>();
   auto& end = own_of<ParentEnd>(self.get());
   end.board = read_marks(marks, spin_ns, look_around_ns);
@@ -54,6 +55,7 @@ Ref make_parent(PyObject* marks, const Slots& stops, const Numbers<int32_t, NPY_
   end.sockets = sockets.data;
   end.num_sockets = sockets.count;
   end.longest_spin_ns = longest_spin_ns;
+  end.rings_once = rings_once;
   end.kept = own(PyTuple_Pack(3, marks, stops.array.get(), sockets.array.get()));
   return self;
 }
@@ -75,11 +77,14 @@ void parent_close(ParentEnd& end) { end.kept.reset(); }
 
 // --- `Worker`: a worker's end of the dispatch ---
 
+constexpr uint32_t kIdleNs = 1'000'000'000;  // after which `take` returns without work
+
 Ref make_worker(PyObject* marks, uint32_t index, const Slots& slots, uint32_t notices, uint32_t spin_ns) {
   Ref self = make_owner<WorkerEnd>();
   auto& end = own_of<WorkerEnd>(self.get());
   const auto first = static_cast<uint32_t>(slots.data[0]);
-  static_cast<Worker&>(end) = {read_marks(marks, spin_ns, 0), index, first, first + slots.count, notices};
+  static_cast<Worker&>(end) = {read_marks(marks, spin_ns, kIdleNs), index, first, first + slots.count,
+                               notices};
   end.slots = slots.data;
   end.kept = own(PyTuple_Pack(2, marks, slots.array.get()));
   return self;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "words.h"
@@ -56,9 +57,10 @@ void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, std::ve
   std::vector<uint32_t> expected(rows.size());
   for (uint32_t round = 0; round < rounds; ++round) {
     std::vector<int64_t> sent, slots[std::size(kAll)];
-    std::shuffle(mine.begin(), mine.end(), random);  // so that workers alternate
+    std::shuffle(mine.begin(), mine.end(), random);          // so that workers alternate
+    const uint32_t same = random() % (2 * std::size(kAll));  // in every other round, all slots get the same
     for (const int64_t slot : mine) {
-      const uint32_t which = random() % (std::size(kAll) + 1);
+      const uint32_t which = same < std::size(kAll) ? same : random() % (std::size(kAll) + 1);
       if (which == std::size(kAll)) continue;
       slots[which].push_back(slot);
       rows[slot] += 7;
@@ -105,6 +107,7 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   for (uint32_t w = 0; w < num_workers; ++w) stops[w] = first_slot(board, w + 1);
   Parent parent = {board, stops.data(), nullptr, 0, 0, {0}, {0}, {0}};
   parent.longest_spin_ns = 20 * spin_ns;
+  parent.rings_once = num_workers % 2 == 0;
   std::mutex sending;
   for (uint32_t o = 0; o < num_owners; ++o) {
     std::vector<int64_t> mine;
@@ -137,7 +140,8 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
 void run_without_the_first_worker() {
   constexpr uint32_t kWorkers = 20;
   Words words(kWorkers, kWorkers);
-  const Board board = words.board(0, 0);
+  Board board = words.board(0, 0);
+  const uint32_t look_around_ns = std::exchange(board.look_around_ns, UINT32_MAX);
   words.asleep[0].word = 1;
   std::vector<uint32_t> rows(kWorkers);
   std::atomic<uint32_t> notices{kNone};
@@ -152,6 +156,7 @@ void run_without_the_first_worker() {
   }
   for (Line& line : words.asleep) line.extra = UINT32_MAX;  // not on the core of this thread
   Parent parent = {board, stops.data(), nullptr, 0, 0, {0}, {0}, {0}};
+  parent.board.look_around_ns = look_around_ns;
   send(parent, kStep, slots.data(), kWorkers);
   check(words.doorbell[0].extra > 0, "the first worker was not to wake any");
   check(wait(parent, &slots[1], kWorkers - 1, kWorkers - 1, now_ns() + 4'000'000'000) == kDone,

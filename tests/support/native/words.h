@@ -20,7 +20,7 @@ struct Words {
         doorbell(workers),
         notices(workers),
         asleep(workers),
-        single(4) {}
+        single(5) {}
 
   // `start` is where the counter of finished slots begins: it may wrap.
   Board board(uint32_t spin_ns, uint32_t start) {
@@ -36,6 +36,7 @@ struct Words {
             completed.data(),
             completed_at.data(),
             doorbell.data(),
+            &single[4],
             notices.data(),
             asleep.data(),
             &single[0],
