@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.metadata
+import importlib.util
 import io
 import json
 import platform
@@ -38,6 +39,7 @@ from jaxvec.callbacks._handle import Handle
 _PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax", "orbax-checkpoint")
 _CHECKPOINTS = "checkpoints"
 _TIMES = ("env_steps", "seconds", "steps_per_second")  # columns of `Run` itself
+_STOPPING = "stopping: this update is completed and saved; Ctrl-C again ends the program at once"
 _PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
 _PLAYING = "['playing']"  # start of the names of leaves that each process has for itself
 
@@ -269,9 +271,7 @@ class Run:
                 leave()
             seen.add(number)
             if self._progress and not self._stopping:
-                text = "stopping: this update is completed and saved; Ctrl-C again ends the program at once"
-                sys.stderr.write(f"{newline}{text}\n")
-                sys.stderr.flush()
+                sys.stderr.write(f"{newline}{_STOPPING}\n")
             self._stopping = True
 
     @property
@@ -417,9 +417,11 @@ class Run:
 
     def load_params(self) -> Any:
         """Returns the argument `params` of the last `save`, a pytree of NumPy arrays."""
-        is_empty = lambda leaf: leaf is None  # noqa: E731
-        fill = lambda leaf: np.zeros(0, np.float32) if is_empty(leaf) else leaf  # noqa: E731
-        return jax.tree.map(fill, self._read_checkpoint("params"), is_leaf=is_empty)
+        return jax.tree.map(
+            lambda leaf: np.zeros(0, np.float32) if leaf is None else leaf,  # as Orbax refuses empty arrays
+            self._read_checkpoint("params"),
+            is_leaf=lambda leaf: leaf is None,
+        )
 
     def film(self, env: str | Callable[..., gymnasium.Env[Any, Any]], number: int) -> Any:
         """Returns an argument for `make` which films the first envs by Gymnasium's `RecordVideo`.
@@ -478,12 +480,11 @@ class Run:
             end = getattr(logger, "finish", None) or getattr(logger, "close", None)
             if end is not None:
                 end()
-        if "episode_return" not in self._columns or self._evaluate or not self._writes:
+        draws = self._writes and not self._evaluate and "episode_return" in self._columns
+        if not draws or importlib.util.find_spec("matplotlib") is None:
             return
-        try:
-            from matplotlib.figure import Figure  # slow to import, so after the training
-        except ImportError:
-            return
+        from matplotlib.figure import Figure  # slow to import, so after the training
+
         figure = Figure(figsize=(7, 4), layout="constrained")  # uses Agg; pyplot might open a window
         axes: Any = figure.subplots()
         for name, marker in {"episode_return": "-", "evaluation": "o"}.items():

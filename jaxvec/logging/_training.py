@@ -11,10 +11,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import gymnasium
@@ -375,23 +376,16 @@ def _to_space(space: gymnasium.Space[Any], action: Any) -> Any:
     return int(action) if isinstance(space, gymnasium.spaces.Discrete) else np.asarray(action, space.dtype)
 
 
-class _TensorBoard:
-    """Writes metrics as event files into a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._writer = import_optional("tensorboardX", "jaxvec.logging.Run", "tensorboardX").SummaryWriter(
-            str(folder)
-        )
-        self.close = self._writer.close
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-
 def _open_logger(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
     if name == "tensorboard":
-        return _TensorBoard(folder)
+        package = import_optional("tensorboardX", "jaxvec.logging.Run", "tensorboardX")
+        writer = package.SummaryWriter(str(folder))
+
+        def log(metrics: Mapping[str, Any], step: int) -> None:
+            for metric in metrics.items():
+                writer.add_scalar(*metric, step)
+
+        return SimpleNamespace(log=log, close=writer.close)
     # trackio has the interface of wandb. A resumed run continues under its name.
     options = {"project": "jaxvec", "name": folder.name, "config": dict(config), "resume": "allow"}
     options |= {"id": folder.name, "dir": str(folder)} if name == "wandb" else {}
@@ -533,12 +527,10 @@ def _keep_compiled() -> None:
         return
     parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(parent, "jaxvec", platform.node())
-    try:
+    with suppress(OSError):  # of a home that is read-only
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that is read-only
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def _command() -> str:
