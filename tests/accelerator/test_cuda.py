@@ -56,7 +56,9 @@ def start(driver, pool):
     def start(env, num_envs, **kwargs):
         envs = pool(env, num_envs, **kwargs)
         gpu = Gpu(driver, envs)
-        return envs, gpu, gpu.reset(seed=0)[0]
+        token, _ = gpu.reset(seed=0)
+        gpu.wait()
+        return envs, gpu, token
 
     return start
 
@@ -109,7 +111,8 @@ def dict_of(sample):
 def test_a_step_waits_for_its_stream_once_and_for_nothing_else(driver, start, env, copies):
     envs, gpu, token = start(env, 3)
     action = dict_of(envs.action_space.sample())
-    token, _ = gpu.step(token, action)
+    for _ in range(2):  # each page-locks a buffer
+        token, _ = gpu.step(token, action)
     driver.take_calls()
     gpu.step(token, action)
     calls = driver.take_calls()
@@ -285,8 +288,7 @@ def test_close_waits_for_the_rows_in_flight(driver, start):
 
 
 def test_devices_step_their_own_envs_concurrently(driver, start, monkeypatch):
-    envs, gpu, token = start(ImageEnv, 4, num_workers=2)
-    gpu.wait()
+    envs, _, token = start(ImageEnv, 4, num_workers=2)
     monkeypatch.setattr(_ffi, "_PACKED", ("cpu",))
     step = _call.Call(Verb.STEP, envs.spec, "ffi")
     _ffi.prepare(step, step.operands(2, 2), platform="cpu", copies=2)
@@ -321,7 +323,6 @@ def test_devices_step_their_own_envs_concurrently(driver, start, monkeypatch):
 
 def test_errors_are_those_of_the_cpu(start):
     envs, gpu, first = start(CountingEnv, 2)
-    gpu.wait()
     second, _ = gpu.step(first, np.zeros(2, np.int32))
     with pytest.raises(CallError, match="StaleHandleError: stale handle: it is from call 1 to env 0"):
         gpu.step(first, np.zeros(2, np.int32))
@@ -340,7 +341,6 @@ def test_errors_are_those_of_the_cpu(start):
 
 def test_an_env_that_raises_breaks_the_pool(start):
     envs, gpu, token = start(RaisingEnv, 2)
-    gpu.wait()
     with pytest.raises(CallError, match="bad luck"):
         gpu.step(token, np.array([0, 7], np.int32))
     with pytest.raises(CallError, match="PoolBrokenError"):
@@ -349,23 +349,17 @@ def test_an_env_that_raises_breaks_the_pool(start):
         envs.raise_if_failed()
 
 
-def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(driver, pool):
+def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(start):
     """A GPU's client tells of it only who waits for the program's results."""
-    envs = pool(RaisingEnv, 2)
-    gpu = Gpu(driver, envs)
-    with pytest.raises(jaxvec.EnvError, match="bad luck"), envs:
-        token, _ = gpu.reset(seed=0)
-        gpu.wait()
-        with pytest.raises(CallError):
-            gpu.step(token, np.array([0, 7], np.int32))
+    envs, gpu, token = start(RaisingEnv, 2)
+    with pytest.raises(jaxvec.EnvError, match="bad luck"), envs, pytest.raises(CallError):
+        gpu.step(token, np.array([0, 7], np.int32))
 
 
-def test_an_error_is_old_news_once_a_program_went_on_or_it_was_taken(driver, pool):
+def test_an_error_is_old_news_once_a_program_went_on_or_it_was_taken(start):
     for take in (False, True):
-        with pool(CountingEnv, 2) as envs:
-            gpu = Gpu(driver, envs)
-            first, _ = gpu.reset(seed=0)
-            gpu.wait()
+        envs, gpu, first = start(CountingEnv, 2)
+        with envs:
             second, _ = gpu.step(first, np.zeros(2, np.int32))
             with pytest.raises(CallError, match="StaleHandleError"):
                 gpu.step(first, np.zeros(2, np.int32))
@@ -388,7 +382,6 @@ def test_on_the_cpu_whoever_caught_an_error_has_heard_it(make):
 @pytest.mark.parametrize("function", [*COPIES, "cuStreamSynchronize"])
 def test_what_the_driver_refuses_is_an_error_in_its_words(driver, start, function):
     _, gpu, token = start(ImageEnv, 3)
-    gpu.wait()
     driver.fail(function, ILLEGAL_ADDRESS)
     name = function.removesuffix("_v2")
     with pytest.raises(CallError, match=rf"{name}: CUDA_ERROR_ILLEGAL_ADDRESS \(an illegal memory access\)"):

@@ -140,12 +140,9 @@ def test_top_says_why_it_has_nothing_to_show(pid, text, capsys):
 # --- The time of the dispatch to workers ----------------------------------------------------------------
 
 
-class JaxEnv(CountingEnv):
-    """Its process seems to have imported JAX."""
-
-    def __init__(self):
-        super().__init__()
-        sys.modules.setdefault("jax", types.ModuleType("jax"))
+def jax_env():
+    sys.modules.setdefault("jax", types.ModuleType("jax"))  # in the worker
+    return CountingEnv()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,7 @@ class JaxEnv(CountingEnv):
     [
         (40, {}, True),
         (29, {}, False),
-        (40, {"env": JaxEnv}, False),
+        (40, {"env": jax_env}, False),
         (40, {"batch_size": 2}, False),
         (40, {"on_fault": "restart"}, False),
         (40, {"workers": jaxvec.Workers(start_method="forkserver")}, False),
