@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 import numpy as np
@@ -168,6 +169,15 @@ class Comparison:
             raise AssertionError(f"all steps are equal, but {untested}"[:_MAX_TEXT])
         if gaps:
             warnings.warn(untested, stacklevel=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the attributes and the differences as plain objects of Python, for JSON.
+
+        Arrays are lists; NaN and infinities are texts.
+        """
+        record = {"differences": self.differences, **asdict(self)}
+        text = json.dumps(record, default=lambda value: np.asarray(value).tolist())
+        return json.loads(text, parse_constant=str)
 
     def __str__(self) -> str:
         start = "set to the port's state before each step"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import sys
 from functools import partial
 
 import gymnasium
@@ -14,6 +16,7 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec._ports.comparison import SpaceResult
+from jaxvec.cli._main import main
 from jaxvec.ports import Port, as_port, compare_distributions, compare_port, replay
 
 LIMIT, BOUND = 12, 3.0
@@ -395,6 +398,27 @@ def test_actions_at_and_beyond_bounds_and_random_originals(port, original, found
             result.assert_equal(ignore=result.untested)
         assert len(str(caught.value)) < 3000
         assert all(text in str(caught.value) for text in ("seed 0", "earliest: step", "largest: step"))
+
+
+LATE = make_port(late=True)
+RIGHT = make_port()
+
+
+@pytest.mark.parametrize(("port", "num_steps", "code"), [("LATE", 20, 1), ("RIGHT", 2, 3), ("NONE", 2, 2)])
+def test_the_command_compares_and_its_replay_runs(port, num_steps, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "my_port", sys.modules[__name__])
+    arguments = f"compare my_port:{port} my_port:make_cart --set-state my_port:set_state --num-envs 2"
+    file = tmp_path / "out.json"
+    words = [*arguments.split(), "--num-steps", str(num_steps), "--json", str(file)]
+    assert main(words) == code
+    record = json.loads(file.read_text()) if code != 2 else {"exit_code": 2, "differences": [], "replays": {}}
+    assert record["exit_code"] == code
+    assert record["differences"] == (["reward"] if code == 1 else [])
+    capsys.readouterr()
+    for program in record["replays"].values():
+        exec(program, {})
+        ours, theirs = map(float, capsys.readouterr().out.split())
+        assert ours != theirs
 
 
 def test_comparisons_run_with_x64():
