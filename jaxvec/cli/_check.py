@@ -37,7 +37,7 @@ _GYMNASIUM = "Gymnasium's check_env"
 
 _NO_OPTIONS = (
     "\nGymnasium resets with options=None, or with options={}. An option needs a default, as in "
-    "(options or {}).get(name, default)"
+    "(options or {}).get(name, default); or pass --reset-options JSON"
 )
 _NOT_RESUMED = (
     "{0}: in another process, which got the state, the env returned {4} at {2}, but {3} in the first one.\n"
@@ -171,8 +171,9 @@ def _check_with_gymnasium(target: Target) -> Check:
     def check() -> None:
         with closing(target.env_fn()()) as env:
             inner = env.unwrapped
-            masked = _in_workers.LegalActions(inner, target.mask_key) if target.has_mask else inner
-            gymnasium_check_env(masked, skip_render_check=True)
+            if target.is_wrapped:
+                inner = _in_workers.LegalUse(inner, target.mask_key, target.reset_options)
+            gymnasium_check_env(inner, skip_render_check=True)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -183,7 +184,7 @@ def _check_with_gymnasium(target: Target) -> Check:
     if reuses:  # harmless: a worker copies each observation before the env's next call
         texts.append(f"{outcome.reason} jaxvec copies observations, so its pools work with this env.")
     of_wrappers = "different from the unwrapped version"
-    texts = list(dict.fromkeys(text for text in texts if not (target.has_mask and of_wrappers in text)))
+    texts = list(dict.fromkeys(text for text in texts if not (target.is_wrapped and of_wrappers in text)))
     if outcome.status == FAIL and not reuses:
         return Check(_GYMNASIUM, FAIL, "\n".join([outcome.reason, *texts]), len(texts))
     return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))

@@ -36,16 +36,17 @@ def _sizes(space: Any) -> list[int]:
     return [int(space.n)] if isinstance(space, spaces.Discrete) else []
 
 
-class LegalActions(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Replaces each action that the mask of the last step forbids by a legal one."""
+class LegalUse(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Replaces each action that the mask of the last step forbids by a legal one, and adds reset options."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], key: str | None) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], key: str | None, options: dict[str, Any]) -> None:
         super().__init__(env)
         self._key = key
+        self._options = options
         self._mask: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        obs, info = self.env.reset(seed=seed, options=options)
+        obs, info = self.env.reset(seed=seed, options=options or self._options or None)
         self._mask = find_mask(self.env.action_space, self._key, obs, info)
         return obs, info
 
@@ -66,9 +67,9 @@ class LegalActions(gymnasium.Wrapper[Any, Any, Any, Any]):
         return (numbers.reshape(np.shape(action)) + space.start)[()].astype(space.dtype)
 
 
-def build(env_fn: Callable[[], Any], key: str | None) -> Any:
-    """Builds an env whose random actions are legal."""
-    return LegalActions(env_fn(), key)
+def build(env_fn: Callable[[], Any], key: str | None, options: dict[str, Any]) -> Any:
+    """Builds an env whose random actions are legal, and whose resets have options."""
+    return LegalUse(env_fn(), key, options)
 
 
 def imports_jax(env: Any) -> bool:

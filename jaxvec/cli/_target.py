@@ -34,15 +34,18 @@ class Target:
     name: str
     env: str | Callable[..., Any]
     kwargs: dict[str, Any]
-    has_mask: bool = False
+    reset_options: dict[str, Any]
+    is_wrapped: bool  # for reset options or a mask of legal actions
     mask_key: str | None = None  # `None` for the usual one
 
     def env_fn(self) -> Callable[[], Any]:
         env_fn = constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
-        return partial(_in_workers.build, env_fn, self.mask_key) if self.has_mask else env_fn
+        if not self.is_wrapped:
+            return env_fn
+        return partial(_in_workers.build, env_fn, self.mask_key, self.reset_options)
 
     def make(self, **settings: Any) -> VectorEnv:
-        if self.has_mask:
+        if self.is_wrapped:
             return jaxvec.make(self.env_fn(), **settings)
         return jaxvec.make(self.env, **settings, **self.kwargs)
 
@@ -69,6 +72,8 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     )
     text = "JSON object of keyword arguments for the env's constructor"
     parser.add_argument("--kwargs", metavar="JSON", default="{}", help=text)
+    text = "JSON object of options for each reset of the env"
+    parser.add_argument("--reset-options", metavar="JSON", default="{}", help=text)
     text = "key of the mask of legal actions in the info or the observation; default action_mask"
     parser.add_argument("--mask-info", metavar="KEY", help=text)
 
@@ -84,36 +89,37 @@ def find_target(options: Namespace) -> Target:
     if key is not None and first_step and mask is None:
         keys = [name for part in first_step[1:] if isinstance(part, dict) for name in part]
         raise UsageError(f"--mask-info: reset returned no mask of {first_step[0]} at {key!r}, only {keys}")
-    return replace(target, has_mask=mask is not None, mask_key=key)
+    return replace(target, is_wrapped=target.is_wrapped or mask is not None, mask_key=key)
 
 
 def _resolve(options: Namespace) -> Target:
     name = options.env
-    kwargs = _parse_kwargs(options.kwargs)
-    module, _, rest = name.rpartition(":")
-    if module:
-        imported = _import(name, module)
-        if not re.search(_ID, rest):
-            return _checked(Target(name, _callable(name, imported, rest), kwargs))
-    elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
-        _import(name, package, f"pip install {constructors.PACKAGES.get(package, package)}")
-        return _checked(Target(name, f"{package}:{name}", kwargs))
-    return _checked(Target(name, name, kwargs))
-
-
-def _parse_kwargs(text: str) -> dict[str, Any]:
-    try:
-        kwargs = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--kwargs is not valid JSON ({error}); write '{{\"name\": value}}'") from error
-    if not isinstance(kwargs, dict):
-        raise UsageError(f"--kwargs must be a JSON object such as '{{\"name\": value}}', not {text}")
-    kwargs = cast(dict[str, Any], kwargs)
+    kwargs = _parse("--kwargs", options.kwargs)
     if clash := sorted(kwargs.keys() & inspect.signature(_make.make).parameters.keys()):
         raise UsageError(
             f"--kwargs: jaxvec.make also has an argument {clash[0]!r}; wrap the env in a callable"
         )
-    return kwargs
+    resets = _parse("--reset-options", options.reset_options)
+    target = partial(Target, kwargs=kwargs, reset_options=resets, is_wrapped=bool(resets))
+    module, _, rest = name.rpartition(":")
+    if module:
+        imported = _import(name, module)
+        if not re.search(_ID, rest):
+            return _checked(target(name, _callable(name, imported, rest)))
+    elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
+        _import(name, package, f"pip install {constructors.PACKAGES.get(package, package)}")
+        return _checked(target(name, f"{package}:{name}"))
+    return _checked(target(name, name))
+
+
+def _parse(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{flag} is not valid JSON ({error}); write '{{\"name\": value}}'") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{flag} must be a JSON object such as '{{\"name\": value}}', not {text}")
+    return cast(dict[str, Any], value)
 
 
 def _import(name: str, module: str, advice: str = "") -> Any:

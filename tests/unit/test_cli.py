@@ -61,6 +61,11 @@ class Steady(Env):
     def step(self, action):
         return self.obs, 1.0, False, False, {}
 
+class Orchard(Env):
+    def reset(self, *, seed=None, options=None):
+        self.apples = options["num_apples"]
+        return super().reset(seed=seed)
+
 class Failing(Env):
     def step(self, action):
         if self.steps == 150:
@@ -454,6 +459,13 @@ def test_check_takes_legal_actions_from_the_mask(run):
     code, _, err = run(*words, "--mask-info", "mask")
     assert code == 2
     assert "no mask of Discrete(3, start=1) at 'mask', only ['legal']" in err
+
+
+def test_check_resets_with_options(run):
+    words = "check", "my_package.envs:Orchard"
+    code, out, _ = run(*words, "--reset-options", '{"num_apples": 3}')
+    assert (code, "FAIL" in out) == (0, False), out
+    assert "or pass --reset-options JSON" in run(*words)[1]
 
 
 @pytest.mark.parametrize("env", ["ManyMasked", "ManyMaskedByATuple"])
