@@ -111,8 +111,8 @@ def dict_of(sample):
 def test_a_step_waits_for_its_stream_once_and_for_nothing_else(driver, start, env, copies):
     envs, gpu, token = start(env, 3)
     action = dict_of(envs.action_space.sample())
-    for _ in range(2):  # each page-locks a buffer
-        token, _ = gpu.step(token, action)
+    token, _ = gpu.step(token, action)
+    gpu.wait()  # for its buffer of page-locked memory
     driver.take_calls()
     gpu.step(token, action)
     calls = driver.take_calls()
