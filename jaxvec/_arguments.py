@@ -65,7 +65,7 @@ def check_mask(mask: Any, num_envs: int, as_array: Callable[[Any], Any] = np.asa
 
 
 def _out_of_range(seed: int, env_id: int) -> str:
-    return f"seed {seed} of env {env_id} is out of range (0 to 2**63 - 1)"
+    return f"seed {seed} of env {env_id} is out of range (0 to 2**63 - 1); larger ones fit as seed % 2**63"
 
 
 def _index(seed: Any) -> int:

@@ -620,3 +620,19 @@ def test_an_env_that_needs_a_thread_is_refused_and_the_pool_goes_on(make):
         envs.save()
     assert not psutil.Process(pid).children()  # the forked copy was killed
     assert envs.step([0, 0]).obs.tolist() == [[1], [1]]
+
+
+class Jitting(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.jitted = jax.jit(lambda x: x + 1)
+
+
+@pytest.mark.parametrize("trust", [[], [type(jax.jit(abs))]], ids=["not trusted", "trusted"])
+def test_a_jitted_function_in_an_env_is_refused_with_advice(make, trust):
+    envs = make(Jitting, 1, states=jaxvec.States(max=2, trust=trust))
+    envs.reset()
+    with pytest.raises(
+        jaxvec.EnvStateError, match=r"Jitting\.jitted is .*\. Keep a function of JAX in a variable"
+    ):
+        envs.save()

@@ -537,9 +537,10 @@ def _read_game_state(game: Any, text: str) -> Any:
 def save_trusted(saver: Saver, value: Any) -> Any:
     """Takes something that is on no list by its own copy protocol, if the user trusts that."""
     kind = type(value)
-    if not isinstance(value, saver.trust):
+    is_jitted = kind.__name__ == "PjitFunction"  # its copies hold objects that can't be copied
+    if is_jitted or not isinstance(value, saver.trust):
         advice = f"If copy.deepcopy copies it exactly, pass States(trust=[{kind.__qualname__}])."
-        if name_of(kind).startswith("jax"):
+        if name_of(kind).startswith(("jax.", "jaxlib.")):
             advice = "Keep a function of JAX in a variable of the module, not in the env."
         raise CannotCopy(
             f"it is a {name_of(kind)}, which jaxvec can't copy exactly",
