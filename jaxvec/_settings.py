@@ -30,7 +30,7 @@ def check_count(name: str, value: Any, least: int, num_envs: int | None = None) 
     return count
 
 
-CANDIDATES = ("core", "spin", "line")
+CANDIDATES = ("core", "spin", "line", "home")
 
 
 def candidates() -> set[str]:
@@ -43,6 +43,7 @@ def candidates() -> set[str]:
     - `spin`: A thread that waits for a step polls twice as long as the latest steps took on average, up to
       2 ms, instead of 50 us.
     - `line`: Idle workers poll one cache line that all share in a step of all envs, instead of one each.
+    - `home`: A worker is bound to its core while it sleeps, so that it wakes there, unless others want that.
     """
     words = {*os.environ.get("JAXVEC_CANDIDATES", "").split(",")} - {""}
     for word in words:

@@ -59,10 +59,13 @@ def worker_end(
     channel: Channel,
     spin_ns: int,
     notices: int = 0,
+    keeps_core: bool = False,
 ) -> WorkerDispatch:
     # `notices` continues the count of a replaced worker, which the parent does not reset.
     if kind == "native":
-        return NativeWorkerDispatch(marks, worker, slots, channel, spin_ns=spin_ns, notices=notices)
+        return NativeWorkerDispatch(
+            marks, worker, slots, channel, spin_ns=spin_ns, notices=notices, keeps_core=keeps_core
+        )
     return PortableWorkerDispatch(marks, slots, channel)
 
 

@@ -71,10 +71,11 @@ class NativeWorkerDispatch(WorkerDispatch):
         *,
         spin_ns: int,
         notices: int,
+        keeps_core: bool,
     ) -> None:
         super().__init__(marks)
         own_slots = np.arange(*slots)
-        self._worker = load().worker(marks, worker, own_slots, notices, spin_ns)
+        self._worker = load().worker(marks, worker, own_slots, notices, spin_ns, keeps_core)
         self._channel = channel
         self._own = slice(*slots)
         self._slots = np.empty_like(own_slots)

@@ -46,7 +46,9 @@ def parent(
 ) -> Parent:
     """Returns the parent's end. `stops` has the end of each worker's slots."""
 
-def worker(marks: Marks, worker: int, slots: NDArray[Any], notices: int, spin_ns: int, /) -> Worker:
+def worker(
+    marks: Marks, worker: int, slots: NDArray[Any], notices: int, spin_ns: int, keeps_core: bool, /
+) -> Worker:
     """Returns the end of a worker, which has neighbouring slots."""
 
 def request_short_slices() -> str | None:

@@ -65,6 +65,13 @@ void futex_wake(Line& line) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line.word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+void bind_to(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(core, &cores);
+  sched_setaffinity(0, sizeof(cores), &cores);
+}
+
 // Polls for a while before a sleep, because an idle core takes tens of microseconds to wake in a virtual
 // machine. Yielding in each turn lets a thread with work use this core first.
 //
@@ -89,6 +96,9 @@ class Spin {
     last_ = now;
     return until_ != 0;
   }
+
+  // Returns whether this thread has lately lost its core in a poll.
+  static bool lost_core() { return now_ns() < paused_until_; }
 
   // Returns until when other programs are expected to keep the core of this thread busy.
   static int64_t busy_until() { return busy_until_; }
@@ -139,7 +149,7 @@ class Ticker {
     do {
       while (now_ns() < until_.load(std::memory_order_seq_cst)) {
         const int core = core_.load(std::memory_order_relaxed);
-        if (core != sched_getcpu()) move_to(core);
+        if (core != sched_getcpu()) bind_to(core);
         const timespec period = {0, kPeriodNs};
         nanosleep(&period, nullptr);
       }
@@ -150,13 +160,6 @@ class Ticker {
              runs_in_.exchange(self, std::memory_order_seq_cst) != self);
   }
 
-  static void move_to(int core) {
-    cpu_set_t cores;
-    CPU_ZERO(&cores);
-    CPU_SET(core, &cores);
-    sched_setaffinity(0, sizeof(cores), &cores);
-  }
-
   static constexpr long kPeriodNs = 300'000;
   std::atomic<int> core_{0};
   std::atomic<int64_t> until_{0};
@@ -164,9 +167,6 @@ class Ticker {
 };
 
 Ticker ticker;
-
-// Compares counters that wrap around, if they differ by less than 2**31.
-bool reached(uint32_t counter, uint32_t target) { return static_cast<int32_t>(counter - target) >= 0; }
 
 bool any_readable(const Parent& parent) {
   std::vector<pollfd> sockets(parent.num_sockets);
@@ -439,11 +439,16 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
     while (!rung() && spin.again()) {
     }
     if (ask_for_short_slices()) ticker.tick_until(Spin::busy_until());
+    cpu_set_t cores;  // it is bound only in its sleep, since threads and processes of envs would inherit that
+    const bool stays =
+        worker.keeps_core && !Spin::lost_core() && sched_getaffinity(0, sizeof(cores), &cores) == 0;
+    if (stays) bind_to(sched_getcpu());
     board.asleep[worker.index].extra.store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     const timespec nap = {board.look_around_ns / 1'000'000'000, board.look_around_ns % 1'000'000'000};
     const int error = rung() ? 0 : futex_wait(doorbell, seen, &nap);
     board.asleep[worker.index].word.store(0, std::memory_order_seq_cst);
+    if (stays) sched_setaffinity(0, sizeof(cores), &cores);
     const uint32_t to_wake = doorbell.extra.exchange(0, std::memory_order_seq_cst);
     wake_sleepers(board, worker.index + 1, worker.index + 1 + to_wake);
     if (error == ETIMEDOUT || error == EINTR) {
@@ -464,10 +469,9 @@ void post(Worker& worker, const int64_t* slots, uint32_t count) {
                                 std::memory_order_release);
   }
   const uint32_t finished = board.finished->word.fetch_add(count, std::memory_order_seq_cst) + count;
-  if (reached(finished, board.target->word.load(std::memory_order_seq_cst)) &&
-      board.sleepers->word.load(std::memory_order_seq_cst) != 0) {
-    futex_wake(*board.finished);
-  }
+  // The counters wrap around, but differ by less than 2**31.
+  const auto beyond = static_cast<int32_t>(finished - board.target->word.load(std::memory_order_seq_cst));
+  if (beyond >= 0 && board.sleepers->word.load(std::memory_order_seq_cst) != 0) futex_wake(*board.finished);
 }
 
 void notify_parent(Board& board) {

@@ -71,8 +71,9 @@ struct Parent {
 struct Worker {
   Board board;
   uint32_t index;
-  uint32_t first, stop;   // range of its slots
-  uint32_t seen_notices;  // number of received messages
+  uint32_t first, stop;     // range of its slots
+  uint32_t seen_notices;    // number of received messages
+  bool keeps_core = false;  // whether it wakes on the core where it fell asleep, unless others want that
 };
 
 // Returns the time of the monotonic clock.

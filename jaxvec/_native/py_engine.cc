@@ -79,12 +79,13 @@ void parent_close(ParentEnd& end) { end.kept.reset(); }
 
 constexpr uint32_t kIdleNs = 1'000'000'000;  // after which `take` returns without work
 
-Ref make_worker(PyObject* marks, uint32_t index, const Slots& slots, uint32_t notices, uint32_t spin_ns) {
+Ref make_worker(PyObject* marks, uint32_t index, const Slots& slots, uint32_t notices, uint32_t spin_ns,
+                bool keeps_core) {
   Ref self = make_owner<WorkerEnd>();
   auto& end = own_of<WorkerEnd>(self.get());
   const auto first = static_cast<uint32_t>(slots.data[0]);
-  static_cast<Worker&>(end) = {read_marks(marks, spin_ns, kIdleNs), index, first, first + slots.count,
-                               notices};
+  static_cast<Worker&>(end) = {
+      read_marks(marks, spin_ns, kIdleNs), index, first, first + slots.count, notices, keeps_core};
   end.slots = slots.data;
   end.kept = own(PyTuple_Pack(2, marks, slots.array.get()));
   return self;

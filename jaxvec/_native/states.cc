@@ -2,6 +2,7 @@
 // last snapshot. `IncrementalSnapshot` in snapshots/snapshot.py documents these functions, and the walk in
 // Python handles all other cases: then functions that return a bool here return false.
 
+#include <algorithm>
 #include <initializer_list>
 #include <utility>
 #include <vector>
@@ -34,10 +35,8 @@ class Visited {
  public:
   // Returns whether the object is new. Also false if there are too many objects.
   bool add(PyObject* object) {
-    for (int i = 0; i < count_; ++i) {
-      if (objects_[i] == object) return false;
-    }
-    if (count_ == kMaxObjects) return false;
+    PyObject** const end = objects_ + count_;
+    if (count_ == kMaxObjects || std::find(objects_, end, object) != end) return false;
     objects_[count_++] = object;
     return true;
   }

@@ -169,7 +169,9 @@ class ProcessWorkers(WorkerGroup):
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         # Workers that share cores do not spin: it would take time from a worker that steps.
         spin_ns = _SPIN_NS if len(self._slices) <= usable_cores() else 0
-        message = Attach(0, self._slices[0], layout, spec, self._kind, spin_ns, replaces=None)
+        # Only a worker that spins notices that others want its core.
+        keeps_core = spin_ns > 0 and "home" in candidates()
+        message = Attach(0, self._slices[0], layout, spec, self._kind, spin_ns, keeps_core, replaces=None)
         arrays = self.supervisor.attach(message)
         self._spec = spec
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]

@@ -119,6 +119,7 @@ class Attach:
     spec: PoolSpec
     dispatch: str  # "native" or "portable"
     spin_ns: int
+    keeps_core: bool  # whether the worker wakes where it fell asleep; see dispatch.h
     replaces: Replacement | None
 
 

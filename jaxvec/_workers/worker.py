@@ -194,6 +194,7 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], slots_running: li
             channel=channel,
             spin_ns=attach.spin_ns,
             notices=0 if replaces is None else replaces.notices,
+            keeps_core=attach.keeps_core,
         )
         stats = arrays["stats",][attach.worker].data
         stats[PID] = os.getpid()

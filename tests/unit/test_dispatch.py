@@ -253,6 +253,22 @@ def test_worker_has_a_ticker_while_its_core_is_busy(make):
         disasters.wait_until(lambda: not ticks())  # it ends soon after the steps
 
 
+@pytest.mark.skipif(_native.reason_unavailable() is not None, reason="there is no native library")
+def test_candidate_home_binds_worker_only_in_its_sleep(make, monkeypatch):
+    monkeypatch.setenv("JAXVEC_CANDIDATES", "home")
+    envs = make(CountingEnv, 1, num_workers=1, dispatch="native")
+    envs.reset()
+    (worker,) = probe.pids(envs)
+
+    def was_bound_before_step():
+        cores = os.sched_getaffinity(worker)
+        envs.step([0])
+        return len(cores) == 1
+
+    disasters.wait_until(was_bound_before_step)
+    assert envs.map(lambda env: os.sched_getaffinity(0)) == (os.sched_getaffinity(0),)
+
+
 @pytest.fixture
 def doctor_on_slices(capsys):
     def doctor_on_slices():
