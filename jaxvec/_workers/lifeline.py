@@ -52,9 +52,13 @@ def read_end(*, is_kept: bool = False) -> int:
             os.write(_pipes[-1], _KEEPER.encode())
         *_, kept, held, source, _ = _pipes
         if _keeper is None:
-            null = subprocess.DEVNULL
-            command = [sys.executable, "-IS", "-"]
-            _keeper = subprocess.Popen(command, stdin=source, stdout=held, stderr=null, process_group=0)
+            _keeper = subprocess.Popen(
+                [sys.executable, "-IS", "-"],
+                stdin=source,
+                stdout=held,
+                stderr=subprocess.DEVNULL,
+                process_group=0,  # a terminal sends Ctrl-C to the program's group only
+            )
             _keeper.returncode = 0  # keeps Popen from warning that it still runs
         return kept
 

@@ -172,7 +172,7 @@ def _check_with_gymnasium(target: Target) -> Check:
         with closing(target.env_fn()()) as env:
             inner = env.unwrapped
             if target.is_wrapped:
-                inner = _in_workers.LegalUse(inner, target.mask_key, target.reset_options)
+                inner = _in_workers.LegalUse(lambda: env.unwrapped, target.mask_key, target.reset_options)
             gymnasium_check_env(inner, skip_render_check=True)
 
     with warnings.catch_warnings(record=True) as caught:

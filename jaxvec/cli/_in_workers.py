@@ -39,8 +39,8 @@ def _sizes(space: Any) -> list[int]:
 class LegalUse(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Replaces each action that the mask of the last step forbids by a legal one, and adds reset options."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], key: str | None, options: dict[str, Any]) -> None:
-        super().__init__(env)
+    def __init__(self, env_fn: Callable[[], Any], key: str | None, options: dict[str, Any]) -> None:
+        super().__init__(env_fn())
         self._key = key
         self._options = options
         self._mask: Any = None
@@ -65,11 +65,6 @@ class LegalUse(gymnasium.Wrapper[Any, Any, Any, Any]):
                 legal = np.flatnonzero(mask)
                 numbers[place] = legal[numbers[place] % len(legal)]
         return (numbers.reshape(np.shape(action)) + space.start)[()].astype(space.dtype)
-
-
-def build(env_fn: Callable[[], Any], key: str | None, options: dict[str, Any]) -> Any:
-    """Builds an env whose random actions are legal, and whose resets have options."""
-    return LegalUse(env_fn(), key, options)
 
 
 def imports_jax(env: Any) -> bool:

@@ -40,9 +40,8 @@ class Target:
 
     def env_fn(self) -> Callable[[], Any]:
         env_fn = constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
-        if not self.is_wrapped:
-            return env_fn
-        return partial(_in_workers.build, env_fn, self.mask_key, self.reset_options)
+        wrapped = partial(_in_workers.LegalUse, env_fn, self.mask_key, self.reset_options)
+        return wrapped if self.is_wrapped else env_fn
 
     def make(self, **settings: Any) -> VectorEnv:
         if self.is_wrapped:
