@@ -91,7 +91,8 @@ def compare_port(
         num_steps: Number of steps of each env.
         seed: Seed of the resets, actions and steps.
         tolerances: Largest accepted error, for all leaves, or by path: `{"obs": 1e-6, "reward": 0}`. A path
-            includes the paths below it. Errors of floats are relative for values above 1.
+            includes the paths below it. Errors of floats are relative for values above 1. In free running, an
+            error may also be 4 times the largest of the step before, since rounding errors grow.
         info: Declared infos to compare, as in `make`.
         progress: Whether to show the progress on a terminal.
         **options: Further options of `make`, such as `num_workers`.
@@ -100,6 +101,7 @@ def compare_port(
         The differences, as a record that prints as a table.
 
     Raises:
+        TypeError: The port does not have the form of a `Port`.
         ValueError: An argument is invalid, or `mode="one_step"` has no `set_state`.
         JaxvecError: The original failed, or `set_state` did.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 
 import gymnasium
@@ -382,10 +383,11 @@ def walk(clips=True, noise=0.0):
     [
         (walk(), Walk, []),
         (walk(), partial(Walk, strict=True), []),
+        (replace(walk(), max_episode_steps=99), Walk, []),
         (walk(clips=False), Walk, ["obs", "terminated"]),
         (walk(noise=1.0), partial(Walk, noise=1.0), ["transitions", "obs", "terminated"]),
     ],
-    ids=["equal", "strict", "without a clip", "random"],
+    ids=["equal", "strict", "undeclared limit", "without a clip", "random"],
 )
 def test_actions_at_and_beyond_bounds_and_random_originals(port, original, found):
     result = compare(
