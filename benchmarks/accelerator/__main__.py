@@ -6,10 +6,11 @@ rewritten after each step.
 Run it in a checkout after `pip install -e ".[test]"`. If the wheel is installed, run it in a folder with
 `benchmarks`, `tests` and `pyproject.toml` of the checkout.
 
-The step `cores` needs no GPU (`--platform cpu --only cores`), but many cores, and takes two minutes. It shows
-where the time of a CartPole step goes: bare loops; those that meet in a spin barrier, which bound every
-synchronous step; pools with half as many workers as cores up to one per core, pinned or not. For each pool it
-has the time in envs, the waits of program and workers for a core, and when the phases of a step end.
+The step `cores` needs no GPU (`--platform cpu --only cores`), but many cores, and takes three minutes. It
+shows where the time of a CartPole step goes: bare loops; those that meet in a spin barrier, which bound every
+synchronous step; pools with half as many workers as cores up to one per core, pinned or not, and with the
+candidates of `JAXVEC_CANDIDATES`. For each pool it has the time in envs, the waits of program and workers for
+a core, and when the phases of a step end.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def steps(where: str, short: bool) -> list[Step]:
         asks("rates", "rates", 100),
         asks("programs", "interrupt", 45),
         asks("rates", "learning", 130),
-        asks("cores", "cores", 140),
+        asks("cores", "cores", 200),
         Step("images", 95, ("-m", "benchmarks.images", *measure, "--rounds", "2", *images)),
         tests("graphs", 60, *CUDA_TESTS, "-k", "ffi and ImageEnv", env={"XLA_FLAGS": GRAPHS}),
         asks("programs", "calling", 60, "asynchronous", **ASYNCHRONOUS),
