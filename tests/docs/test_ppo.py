@@ -557,6 +557,16 @@ def test_an_env_that_fails_ends_ppo_with_one_line(method, register, capfd):
         run.play(lambda *_: (None, np.zeros(run.options.eval_episodes, int)))
 
 
+def test_a_film_without_moviepy_ends_ppo_with_one_line(tmp_path, monkeypatch, capfd):
+    (tmp_path / "moviepy.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit):
+        ppo.main([*SMALL, "--video", "1", "--name", "a"])
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line != "compiling"]
+    assert "raised gymnasium.error.DependencyNotInstalled in constructor: moviepy is not installed" in line
+    assert not Path("runs/a").exists()
+
+
 def test_a_missing_package_ends_a_program_with_one_line():
     for name, package in ("ppo", "flax"), ("ippo", "pettingzoo"):
         source = f"import runpy, sys; sys.modules['{package}'] = None; sys.argv[0] = '-m'"
