@@ -9,7 +9,6 @@ port's state --select_state, set_state--> original's state
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -67,7 +66,6 @@ def compare_port(
     seed: int = 0,
     tolerances: float | Mapping[str, float] = 0.0,
     info: Mapping[str, Any] | None = None,
-    progress: bool = True,
     **options: Any,
 ) -> Comparison:
     """Steps a port and its original with equal actions, in one program, and compares all results.
@@ -94,7 +92,6 @@ def compare_port(
             includes the paths below it. Errors of floats are relative for values above 1. In free running, an
             error may also be 4 times the largest of the step before, since rounding errors grow.
         info: Declared infos to compare, as in `make`.
-        progress: Whether to show the progress on a terminal.
         **options: Further options of `make`, such as `num_workers`.
 
     Returns:
@@ -168,7 +165,6 @@ def compare_port(
             num_steps=num_steps,
             tolerances=by_prefix,
             infos=tuple(info or ()),
-            progress=progress and sys.stderr.isatty(),
         )
         compiled = jax.jit(partial(program, envs)).lower(seed).compile()
         start = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,6 @@ class Program:
     tolerances: Mapping[str, float]
     infos: tuple[str, ...]
     action_space: Any  # of the original
-    progress: bool
     # Differences of the structure, shapes and dtypes of results, found while tracing.
     mismatches: dict[str, SpaceResult] = field(default_factory=dict)
 
@@ -177,10 +175,6 @@ class Program:
         begun["time"] = jnp.where(ended, 1, time + 1)
         begun["parted"] = (parted | playing["parted"]) & ~ended
         begun["drift"] = jnp.where(ended, 0, drift)
-        if self.progress:
-            due = number % max(self.num_steps // 100, 1) == 0
-            show = partial(jax.debug.callback, partial(_show_progress, self.num_steps))
-            jax.lax.cond(due | (number == self.num_steps), lambda: show(number), lambda: None)
         return (handle, *like(carry[1:], (begun, counted, after_counts))), None
 
     def count(
@@ -384,13 +378,3 @@ def action_cases(space: Any, action: Any) -> dict[str, Any]:
     return {
         name: jnp.any(cases) for name, cases in {**at_bounds, "actions beyond the bounds": beyond}.items()
     }
-
-
-def _show_progress(total: int, number: Any) -> None:
-    end = "\n" if number == total else ""
-    print(
-        f"\rcompared {100 * int(number) // total} % of {total:,} steps per env",
-        end=end,
-        file=sys.stderr,
-        flush=True,
-    )
