@@ -220,13 +220,6 @@ def test_vector_rewards(make):
     np.testing.assert_array_equal(reward[..., 1], -reward[..., 0])
 
 
-def test_an_env_with_no_place_for_a_seed_says_so(make):
-    envs = make(lambda: DmEnv(Walk()), 2)
-    envs.reset()
-    with pytest.raises(jaxvec.EnvError, match="Walk has no RandomState to seed; give DmEnv a function"):
-        envs.reset(seed=0)
-
-
 def test_a_function_makes_the_env_anew_from_a_seed(make):
     closed = []
 

@@ -104,21 +104,6 @@ def test_with_brax_it_is_brax_s_env_and_state(make, brax):
     assert env.unwrapped is env
 
 
-def test_vmapped_it_is_one_hand_off(make):
-    env = make()
-
-    def rollout(key):
-        def body(state, _):
-            state = jax.vmap(env.step)(state, jnp.arange(4))
-            return state, state.obs
-
-        return jax.lax.scan(body, jax.vmap(env.reset)(jax.random.split(key, 4)), length=10)[1]
-
-    obs = jax.jit(jax.vmap(rollout))(jax.random.split(KEY, 2))
-    assert obs[..., STEPS].tolist() == [[[i] * 4 for i in range(1, 11)]] * 2
-    assert probe.num_served(env.pools[8]) == 11
-
-
 def test_actions_are_scaled_to_finite_bounds_and_clipped(make):
     env = make(BoxEnv)
     state = env.reset(KEY)

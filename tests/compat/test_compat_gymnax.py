@@ -100,17 +100,6 @@ def test_six_values_are_returned_as_gymnax_1_does(make):
     assert obs.tolist() == [2, 2, 0, -1]
 
 
-def test_each_env_gets_a_seed_made_from_its_key(make):
-    env = make("CartPole-v1")
-    keys = jax.random.split(KEY, 3)
-    obs, _ = reset(env, keys)
-    for row, key in zip(obs, keys, strict=True):
-        np.testing.assert_array_equal(row, env.reset(key)[0])
-    again, _ = jax.jit(partial(reset, env))(keys)
-    np.testing.assert_array_equal(obs, again)
-    assert len(np.unique(obs, axis=0)) == 3
-
-
 def test_lanes_give_the_same_data_as_gymnasium(make, transport):
     env = make("CartPole-v1", num_returns=6)
     keys = jax.random.split(KEY, 3)
@@ -207,15 +196,6 @@ def test_resetting_as_many_lanes_again_makes_the_older_state_stale(make, no_jax_
         with pytest.raises(jaxvec.StaleHandleError):
             env.raise_if_failed()
     assert stepped(new, jnp.zeros(3, int))[0][:, STEPS].tolist() == [1] * 3
-
-
-def test_some_of_the_lanes_can_be_stepped(make):
-    env = make()
-    _, state = reset(env, jax.random.split(KEY, 4))
-    half = jax.tree.map(lambda leaf: leaf[1:3], state)
-    obs, *_ = jax.jit(partial(step, env))(half, jnp.array([5, 6]))
-    assert obs[:, ACTION].tolist() == [5, 6]
-    assert env.pools[4].get_attr("steps") == (0, 1, 1, 0)
 
 
 def test_a_pool_that_another_thread_starts_has_the_dtypes_of_the_first():

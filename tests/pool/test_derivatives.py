@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from support.probe import _ffi
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -30,13 +29,6 @@ class TallyEnv(CountingEnv):
     def tally(self):
         self.calls += 1
         return float(self.calls)
-
-
-@pytest.fixture(params=["ffi", "io_callback"])
-def transport(request):
-    if request.param == "ffi" and _ffi.reason_unavailable() is not None:
-        pytest.skip(str(_ffi.reason_unavailable()))
-    return request.param
 
 
 # --- Calls that do not depend on the carry of the loop ------------------------------------------------

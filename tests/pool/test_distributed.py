@@ -123,15 +123,6 @@ def test_two_processes_train_one_policy_each_on_envs_of_its_own(start, counts):
     assert len(set(seen)) == 8
 
 
-@pytest.fixture
-def sigterm():
-    """Undoes what a program may do about signals."""
-    before = [(each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)]
-    yield
-    for each, handler in before:
-        signal.signal(each, handler)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_all_processes_and_a_resumed_run_is_equal(name, start, tmp_path):
@@ -153,15 +144,6 @@ def test_a_signal_ends_all_processes_and_a_resumed_run_is_equal(name, start, tmp
     assert len(results := sorted(re.findall(line, out, re.M))) == 2
     assert results == sorted(re.findall(line, whole, re.M))
     assert_same_state(tmp_path / "runs" / "half", tmp_path / "runs" / "whole")
-
-
-@pytest.mark.nightly
-def test_without_a_coordinator_all_processes_are_started(sigterm, capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data_parallel.main(["--num-envs", "4", "--seed", "100", "--total-steps", "1"])  # raises if one fails
-    out, _ = capfd.readouterr()
-    assert len(set(re.findall(r"process [01]: .*, parameters (\w{8})$", out, re.M))) == 1
-    assert {"process 0", "process 1"} <= set(re.findall(r"process \d", out))
 
 
 @pytest.mark.slow

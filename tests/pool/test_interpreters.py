@@ -251,12 +251,6 @@ def test_an_env_that_the_interpreter_lacks(other):
         make("CartPole-v1", num_worker=2)
 
 
-def test_it_needs_worker_processes_of_this_machine():
-    workers = jaxvec.Workers(python=sys.executable)
-    with pytest.raises(ValueError, match=r"Workers\(python=\.\.\.\) needs worker processes"):
-        jaxvec.make("CartPole-v1", 2, workers=workers, backend="serial")
-
-
 def test_code_of_another_python_is_refused(monkeypatch):
     pickled = _util.dumps(lambda: CountingEnv(3))
     monkeypatch.setattr(sys, "version_info", (3, 99, 0))

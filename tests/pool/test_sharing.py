@@ -62,12 +62,6 @@ def test_a_fork_is_refused_in_every_call(way):
     assert gone(pids)
 
 
-def test_a_pool_made_in_a_thread_outlives_the_thread(drive):
-    driver = Background(lambda: drive(CountingEnv)).result()
-    driver.reset()
-    assert driver.step()[:, 1].tolist() == [1] * 4
-
-
 def test_a_pool_is_made_driven_and_closed_by_different_threads(drive):
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         driver = first.submit(drive, CountingEnv).result(PATIENCE)

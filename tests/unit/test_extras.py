@@ -115,14 +115,6 @@ def test_an_unknown_id_names_the_module_or_the_class():
         jaxvec.make("no_module:MyEnv-v0", 2)
 
 
-def test_an_example_says_what_it_needs():
-    script = "import sys, runpy; sys.modules['optax'] = None; runpy.run_module('jaxvec.examples.ppo')"
-    said = run_python("-c", script)
-    assert said.returncode != 0
-    assert "ImportError: jaxvec's examples need optax, of the extra [demo]: pip install " in said.stderr
-    assert '"optax>=' in said.stderr
-
-
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("example", "package"), [("search", "mctx"), ("dqn", "flashbax")])
 def test_an_example_says_what_it_alone_needs(example, package):

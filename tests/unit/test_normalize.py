@@ -145,13 +145,6 @@ def test_strict_promotion_is_possible():
             assert stats.normalize(values).shape == stats.scale(values).shape == (5, 3)
 
 
-def test_a_seed_each_under_vmap():
-    batches = _batches(3, 8)
-    stats = jax.vmap(lambda batch: RunningMeanStd.create(batch[0]).update(batch))(batches)
-    assert (stats.mean.shape, stats.count.shape) == ((3, 2), (3,))
-    np.testing.assert_allclose(stats.mean, batches.mean(1), rtol=1e-3)
-
-
 @pytest.mark.parametrize(("start", "batch"), [(2**24, 1), (2**27, 8), (2**32 - 512, 3000), (2**40, 8)])
 def test_the_count_goes_on_in_very_long_runs(start, batch):
     """In float32 alone, it would stand still at 2**24 with batches of 1."""
