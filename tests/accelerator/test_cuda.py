@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium import spaces
 from support import probe
-from support.disasters import RaisingEnv
+from support.disasters import ImageEnv, RaisingEnv, SlowEnv
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
     OUT_OF_MEMORY,
     CallError,
     Gpu,
 )
+from support.oracle import canonical
 from support.probe import CEngine, Verb, _call, _ffi, _native, _operands, pool_of
 from support.probe import pool_module as _pool
 
@@ -26,17 +26,6 @@ from jaxvec.testing import CountingEnv, NestedEnv
 pytestmark = pytest.mark.jax_version
 
 COPIES = TO_GPU, TO_HOST, ZEROS = "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async"
-
-
-class ImageEnv(CountingEnv):
-    """Observes so much that each row is copied by itself, straight from the segment."""
-
-    def __init__(self):
-        super().__init__(3)
-        self.observation_space = spaces.Box(0, 255, (90, 200), np.uint8)
-
-    def _observe(self, action):
-        return np.full((90, 200), 0 if action < 0 else (10 * action + self.steps) % 256, np.uint8)
 
 
 @pytest.fixture
@@ -91,7 +80,7 @@ def test_steps_are_those_of_the_cpu_and_need_no_python(
     envs.action_space.seed(0)
     step = jax.jit(jaxvec.step)
     for _ in range(8):
-        action = dict_of(envs.action_space.sample())
+        action = canonical(envs.action_space.sample())
         with monkeypatch.context() as patch:
             patch.setattr(_pool.Pool, "step", None)
             token, rows = gpu.step(token, action)
@@ -101,16 +90,11 @@ def test_steps_are_those_of_the_cpu_and_need_no_python(
     assert probe.num_moves(envs, token[:, 2]) == [9] * 3
 
 
-def dict_of(sample):
-    """Gymnasium's `Dict` samples may be dicts of NumPy scalars; JAX wants arrays."""
-    return jax.tree.map(np.asarray, sample)
-
-
 # Images, final images, all of which are zeros, and what is packed: the token and small results.
 @pytest.mark.parametrize(("env", "copies"), [(ImageEnv, (TO_GPU, ZEROS, TO_GPU)), (NestedEnv, (TO_GPU,))])
 def test_a_step_waits_for_its_stream_once_and_for_nothing_else(driver, start, env, copies):
     envs, gpu, token = start(env, 3)
-    action = dict_of(envs.action_space.sample())
+    action = canonical(envs.action_space.sample())
     token, _ = gpu.step(token, action)
     gpu.wait()  # for its buffer of page-locked memory
     driver.take_calls()
@@ -169,15 +153,6 @@ def test_pools_of_every_kind_are_served(driver, make, dispatch):
         token, rows = gpu.step(token, np.array([3, 4], np.int32))
         gpu.wait()
         np.testing.assert_array_equal(as_timestep(envs, rows).obs[:, 3], [3, 4])
-
-
-class SlowEnv(CountingEnv):
-    """Its steps with action 7 wait for longer than a program waits without Python."""
-
-    def step(self, action):
-        if action == 7:
-            threading.Event().wait(0.5)
-        return super().step(action)
 
 
 def test_a_slow_step_is_ended_by_python(start):

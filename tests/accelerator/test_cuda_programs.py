@@ -12,9 +12,9 @@ from gymnasium import spaces
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import fake_cuda
 from support.ahead_of_time import with_much_to_compute
-from support.disasters import RaisingEnv
+from support.disasters import ImageEnv, RaisingEnv
 from support.probe import Packing, _ffi, _native, _primitive, num_moves, pool_of
-from test_cuda import ImageEnv, page_locking, pool  # noqa: F401
+from test_cuda import page_locking, pool  # noqa: F401
 
 import jaxvec
 from jaxvec.testing import CountingEnv

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
-from support.oracle import SEED, assert_same, canonical, oracle_steps, rollout, sample_actions, stack
+from support.oracle import SEED, assert_same, oracle_steps, rollout, sample_actions
 
 import jaxvec
 
@@ -81,26 +81,16 @@ def plain_run(make_env, actions, number, num_steps):
     return [(start, none, False, False, None, none, 0), *results]
 
 
-def sampled(make_env, num_steps):
-    """Returns `sample_actions` for envs that SyncVectorEnv does not take."""
-    space = batch_space(make_env().action_space, NUM_ENVS)
-    space.seed(SEED)
-    raw = stack([space.sample() for _ in range(num_steps)])
-    actions = canonical(raw)
-    return actions, jax.tree.map(lambda action, as_sampled: action.astype(as_sampled.dtype), actions, raw)
-
-
 @pytest.mark.slow(but=6)
 @pytest.mark.timeout(300)
 def test_a_family_steps_as_in_gymnasium(make, family):
     options = {name: value for name, value in family.make_options().items() if name != "info"}
     make_env = family.constructor(**options)
+    env_fns = [make_env] * NUM_ENVS
+    actions, raw = sample_actions(env_fns, family.steps)
     if family.vector_reward:
-        actions, raw = sampled(make_env, family.steps)
         expected = plain_steps(make_env, raw, family.steps)
     else:
-        env_fns = [make_env] * NUM_ENVS
-        actions, raw = sample_actions(env_fns, family.steps)
         expected = oracle_steps(env_fns, AutoresetMode.SAME_STEP, raw, family.steps)
     envs = make(family.argument(), NUM_ENVS, num_workers=2, **options)
     assert_same(rollout(envs, actions), expected)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
+from support.disasters import RaisingEnv
 
 import jaxvec
 from jaxvec.compat import gymnasium as compat
@@ -116,22 +117,17 @@ def test_simulate_steps_no_env_of_the_pool(make, backend):
 
 
 def test_a_rebuilt_env_is_not_the_env_of_another_slot(make, backend):
-    class Failing(CountingEnv):
-        def step(self, action):
-            assert action != 13
-            return super().step(action)
-
     built = []
 
     def third_is_first():
-        built.append(Failing() if len(built) < 2 else built[0])
+        built.append(RaisingEnv() if len(built) < 2 else built[0])
         return built[-1]
 
     policy = jaxvec.Restart(retry="rebuild", max_restarts=1, rate=None)
     envs = make(third_is_first, 2, num_workers=1, on_fault=policy, backend=backend)
     envs.reset()
     with pytest.raises(jaxvec.EnvError, match="the same env for env 0 and env 1;"):
-        envs.step([1, 13])
+        envs.step([1, 7])
 
 
 # --- A value that is given once is one per env -------------------------------------------------------------

@@ -8,13 +8,13 @@ from copy import deepcopy
 
 import gymnasium
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from hypothesis import HealthCheck, given, settings
+from support.oracle import stack
 from support.padded import (
     EchoEnv,
     Graph,
@@ -23,13 +23,12 @@ from support.padded import (
     assert_equal,
     model,
     sizes,
-    stack,
     zeros,
 )
 
 import jaxvec
 from jaxvec.compat.gymnasium import SyncVectorEnv as JaxvecSyncVectorEnv
-from jaxvec.spaces import Cut, decode, encode, pad, unpad
+from jaxvec.spaces import Cut, encode, pad, unpad
 
 SPACE = spaces.Dict(
     {
@@ -95,6 +94,16 @@ def oracle_steps(mode, space=SPACE, actions=None):
     oracle.close()
 
 
+def assert_as_gymnasiums(envs, timesteps, oracle):
+    """Compares time steps, and the actions that the envs have seen, with those of `oracle_steps`."""
+    *expected, (seen, _) = oracle
+    for timestep, (obs, last) in zip(timesteps, expected, strict=True):
+        assert_equal(timestep.obs, obs)
+        if last is not None:
+            assert_equal(timestep.info["final_obs"], last)
+    assert_equal(list(envs.call("seen")), list(seen))
+
+
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("mode", [SAME, NEXT], ids=["same", "next"])
 @pytest.mark.parametrize("how", ["ffi", "io_callback", "host"])
@@ -109,12 +118,7 @@ def test_steps_are_as_gymnasiums(make, backend, mode, how):
         timesteps = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], rest) for i in range(STEPS))]
     else:
         timesteps = [first, *(envs.step(action) for action in PADDED)]
-    *expected, (seen, _) = oracle_steps(mode, actions=ACTIONS)
-    for timestep, (obs, last) in zip(timesteps, expected, strict=True):
-        assert_equal(timestep.obs, obs)
-        if last is not None:
-            assert_equal(timestep.info["final_obs"], last)
-    assert_equal(list(envs.call("seen")), list(seen))
+    assert_as_gymnasiums(envs, timesteps, oracle_steps(mode, actions=ACTIONS))
 
 
 @settings(database=None, deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
@@ -130,12 +134,7 @@ def test_random_spaces_are_as_gymnasiums(space):
         for action in padded:
             handle, timestep = step(handle, action)
             timesteps.append(timestep)
-        *expected, (seen, _) = oracle_steps(SAME, space, actions)
-        for timestep, (obs, last) in zip(timesteps, expected, strict=True):
-            assert_equal(timestep.obs, obs)
-            if last is not None:
-                assert_equal(timestep.info["final_obs"], last)
-        assert_equal(list(envs.call("seen")), list(seen))
+        assert_as_gymnasiums(envs, timesteps, oracle_steps(SAME, space, actions))
 
 
 def _rooted(space):
@@ -287,13 +286,8 @@ def test_states_restore_padded_rows(make, backend):
 
 def test_batched_envs_are_padded(make):
     envs = make(SyncVectorEnv(env_fns(), autoreset_mode=SAME), max_sizes=sizes(SPACE))
-    *expected, (seen, _) = oracle_steps(SAME, actions=ACTIONS)
     timesteps = [envs.reset(seed=0), *(envs.step(action) for action in PADDED)]
-    for timestep, (obs, last) in zip(timesteps, expected, strict=True):
-        assert_equal(timestep.obs, obs)
-        if last is not None:
-            assert_equal(timestep.info["final_obs"], last)
-    assert_equal(list(envs.call("seen")), list(seen))
+    assert_as_gymnasiums(envs, timesteps, oracle_steps(SAME, actions=ACTIONS))
 
 
 def test_the_gymnasium_api_returns_gymnasiums_objects():
@@ -305,17 +299,3 @@ def test_the_gymnasium_api_returns_gymnasiums_objects():
     finally:
         ours.close()
         theirs.close()
-
-
-def test_a_program_can_compose_an_action(make):
-    envs = make(SpokenEnv, 2, max_sizes={"bag": 4}, backend="serial")
-
-    @jax.jit
-    def play(handle, obs):
-        letters = obs["words"]["chars"][:, :3] + jnp.uint8(1)
-        chars = jnp.zeros((2, 8), jnp.uint8).at[:, :3].set(letters)
-        return jaxvec.step(handle, {"chars": chars, "length": jnp.full(2, 3)})
-
-    handle, timestep = jaxvec.reset(envs, seed=0)
-    _, timestep = play(handle, timestep.obs)
-    assert decode(timestep.obs["words"]) == ["opu", "opu"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 
 import gymnasium
 import numpy as np
@@ -28,8 +27,6 @@ class SlowEnv(CountingEnv):
         return result
 
     def step(self, action):
-        if action == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
         obs, *rest = super().step(action)
         obs[3] = self.np_random.integers(1 << 30)
         return obs, *rest
@@ -157,7 +154,6 @@ def test_an_image_of_an_env_that_waits_is_not_overwritten(make):
     ("arguments", "match"),
     [
         ({"spare_envs": -1}, "spare_envs must be an integer of at least 0"),
-        ({"spare_envs": True}, "spare_envs must be an integer of at least 0"),
         ({"spare_envs": 1, "backend": "serial"}, "spare_envs needs worker processes"),
         ({"spare_envs": 1, "autoreset_mode": "DISABLED"}, "needs autoreset"),
     ],

@@ -129,13 +129,6 @@ def test_a_program_that_uses_a_handle_twice_takes_one_step(envs):
         jax.block_until_ready(jax.jit(lambda h: (jaxvec.step(h, ONES), jaxvec.step(h, ONES)))(handle))
 
 
-def test_scan_without_carried_handle_fails_at_its_second_step(envs):
-    handle, _ = jaxvec.reset(envs)
-    with pool_moves(envs, steps=1), raises(envs, jaxvec.StaleHandleError, "stale handle"):
-        forgetful = jax.jit(lambda h: jax.lax.scan(lambda h, _: (h, jaxvec.step(h, ONES)[1]), h, length=5))
-        jax.block_until_ready(forgetful(handle))
-
-
 def test_a_program_that_succeeds_makes_an_earlier_error_old_news(envs):
     program = jax.jit(step)
     handle, _ = jaxvec.reset(envs)
@@ -150,6 +143,17 @@ def foreign(handle, other):
     return dataclasses.replace(handle, token=other.token)
 
 
+class RenamedEnv(CountingEnv):
+    """Has arrays of the same shapes and dtypes under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Dict({"a": self.observation_space})
+
+    def _observe(self, action):
+        return {"a": super()._observe(action)}
+
+
 class WiderEnv(CountingEnv):
     """Takes the same actions but observes more."""
 
@@ -162,6 +166,7 @@ class WiderEnv(CountingEnv):
 
 
 OTHERS = {
+    "other names": lambda make: make(RenamedEnv, 3, backend="serial"),
     "wider observations": lambda make: make(WiderEnv, 3, backend="serial"),
     "other autoreset mode": lambda make: make(CountingEnv, 3, backend="serial", autoreset_mode="NEXT_STEP"),
 }
@@ -263,15 +268,6 @@ def test_a_wrong_action_is_an_action_error_and_steps_nothing(envs, name, jit):
         (jax.jit(step) if jit else step)(handle, action)
     with pool_moves(envs, steps=1):
         step(handle)
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_wrong_shapes_are_refused_without_chex_asserts(envs, jit):
-    chex.disable_asserts()
-    try:
-        test_a_wrong_action_is_an_action_error_and_steps_nothing(envs, "too few envs", jit)
-    finally:
-        chex.enable_asserts()
 
 
 def change(**changes):
@@ -512,13 +508,9 @@ def test_make_in_a_program_says_to_make_it_outside(make):
 
 
 def test_errors_of_envs_show_no_frames_of_the_package(make, backend):
-    class Env(CountingEnv):
-        def step(self, action):
-            raise ValueError("no luck")
-
-    envs = make(Env, 1, backend=backend)
+    envs = make(RaisingEnv, 1, backend=backend)
     envs.reset()
-    for call in (lambda: envs.step([0]), lambda: jaxvec.make(CountingEnv, 1, backend=backend, length=3)):
+    for call in (lambda: envs.step([7]), lambda: jaxvec.make(CountingEnv, 1, backend=backend, length=3)):
         with pytest.raises(jaxvec.EnvError) as caught:
             call()
         text = "".join(traceback.format_exception(caught.value))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
-import threading
 import weakref
 from functools import partial
 from operator import itemgetter
@@ -14,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium import spaces
 from support import disasters, probe
+from support.disasters import ImageEnv, SlowEnv
+from support.oracle import canonical
 from support.probe import (
     Engine,
     Packing,
@@ -45,11 +45,6 @@ def scan(handle, length, action):
 
 
 # --- The choice -------------------------------------------------------------------------------
-
-
-def test_unknown_transports_are_refused():
-    with pytest.raises(ValueError, match="transport must be one of auto, ffi, io_callback, not 'pigeon'"):
-        disasters.make("CartPole-v1", 1, transport="pigeon")
 
 
 @needs_ffi
@@ -141,17 +136,6 @@ def native(make):
     return native
 
 
-class ImageEnv(CountingEnv):
-    """Observes enough for its final observations to be copied row by row."""
-
-    def __init__(self):
-        super().__init__(3)
-        self.observation_space = spaces.Box(0, 255, (30, 40), np.uint8)
-
-    def _observe(self, action):
-        return np.full((30, 40), self.steps % 256, np.uint8)
-
-
 @pytest.mark.slow(but=3)
 @pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
@@ -161,7 +145,7 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     envs = native(env, 3, autoreset_mode=autoreset_mode, **options)
     oracle = make(env, 3, transport="io_callback", dispatch="portable", autoreset_mode=autoreset_mode)
     envs.action_space.seed(0)
-    action = jax.tree.map(jnp.asarray, dict_of(envs.action_space.sample()))
+    action = canonical(envs.action_space.sample())
     program = jax.jit(lambda handle: scan(handle, 20, action))
     handles = [jaxvec.reset(each, seed=5)[0] for each in (envs, oracle)]
     theirs = program(handles[1])
@@ -216,11 +200,6 @@ def test_a_slow_recv_is_ended_by_python(native, monkeypatch):
         jax.block_until_ready(recv(handle))
 
 
-def dict_of(sample):
-    """Gymnasium's `Dict` samples may be dicts of NumPy scalars; JAX wants arrays."""
-    return jax.tree.map(np.asarray, sample)
-
-
 @pytest.mark.usefixtures("patient_programs")
 def test_a_step_without_trouble_under_disabled_asks_for_resets(native, monkeypatch):
     ends = [partial(CountingEnv, 2, truncate=truncate) for truncate in (False, True)]
@@ -233,17 +212,6 @@ def test_a_step_without_trouble_under_disabled_asks_for_resets(native, monkeypat
     assert (timestep.terminated.tolist(), timestep.truncated.tolist()) == ([True, False], [False, True])
     with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0, 1\] have ended"), envs:
         jax.block_until_ready(step(handle, jnp.zeros(2, int)))
-
-
-class SlowEnv(CountingEnv):
-    """Its steps with action 7 or 8 wait for longer than a program waits without Python."""
-
-    def step(self, action):
-        if action == 7:
-            threading.Event().wait(0.5)
-        if action == 8:
-            threading.Event().wait(1.8)
-        return super().step(action)
 
 
 def test_a_slow_step_is_ended_by_python(native, monkeypatch):
@@ -318,27 +286,6 @@ def test_calls_that_no_jaxvec_made_are_refused(native, backend, bad, device):
             call(handle.token, action, results=wrong)
     step(handle, jnp.zeros(2, int))  # nothing was stepped, the pool is usable
     assert envs.get_attr("steps") == (1, 1)
-
-
-class RenamedEnv(CountingEnv):
-    """Its arrays have the shapes and dtypes of the other's, under other names."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.observation_space = spaces.Dict({name: self.observation_space})
-        self._name = name
-
-    def _observe(self, action):
-        return {self._name: super()._observe(action)}
-
-
-def test_names_belong_to_the_specification(native):
-    envs, other = native(lambda: RenamedEnv("a"), 2), native(lambda: RenamedEnv("b"), 2)
-    handle, _ = jaxvec.reset(envs)
-    theirs, _ = jaxvec.reset(other)
-    with pytest.raises(RuntimeError, match="foreign handle"):
-        jax.block_until_ready(step(jaxvec.Handle(theirs.token, handle.spec, "ffi"), jnp.zeros(2, int)))
-    assert other.get_attr("steps") == (0, 0)
 
 
 @needs_ffi

@@ -20,7 +20,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from support import probe
-from support.disasters import PATIENCE
+from support.disasters import PATIENCE, GatedEnv
 from support.probe import pool_of, unpack
 from test_states import ACTIONS, counting, equal, pool  # noqa: F401
 
@@ -79,7 +79,6 @@ def test_a_pool_without_states_says_what_to_write(make):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"states": -1}, ValueError, "at least 0"),
         ({"states": 5, "spare_envs": 1}, ValueError, "spare_envs"),
         ({"states": 5, "envs_per_instance": 2}, ValueError, "batched env"),
     ],
@@ -177,17 +176,8 @@ def test_a_worker_that_dies_in_simulate_is_a_worker_that_died(make, on_fault):
     assert after.obs[:2, 1].tolist() == [2, 2]
 
 
-class Stuck(CountingEnv):
-    """Waits for ever at action 8."""
-
-    def step(self, action):
-        if action == 8:
-            threading.Event().wait()
-        return super().step(action)
-
-
-def test_a_simulation_that_hangs_names_the_env(make):
-    envs = make(Stuck, 4, num_workers=2, states=20, on_fault="restart")
+def test_a_simulation_that_hangs_names_the_env(make, tmp_path):
+    envs = make(GatedEnv, 4, gate=tmp_path / "never", num_workers=2, states=20, on_fault="restart")
     envs.reset()
     state = envs.save()
     envs.simulate(state, np.zeros(4, int))  # what a worker imports for it is not in its time below
@@ -195,7 +185,7 @@ def test_a_simulation_that_hangs_names_the_env(make):
     with pytest.raises(
         jaxvec.EnvTimeoutError, match=r"simulate timed out .* env 3 \(worker 1, simulating\)"
     ) as caught:
-        envs.simulate(state, np.array([0, 0, 0, 8]))
+        envs.simulate(state, np.array([0, 0, 0, 7]))
     assert caught.value.env_ids == (3,)
     probe.set_timeouts(envs, PATIENCE, PATIENCE, PATIENCE)
     assert envs.step(np.zeros(4, int)).info["fault"].tolist() == [False, False, True, True]

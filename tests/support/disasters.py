@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from gymnasium import spaces
 from support import probe
 from support.probe import _ffi, _native, pool_of
 
@@ -486,3 +487,25 @@ class GatedEnv(CountingEnv):
         while action == 7 and not self._gate.exists():
             threading.Event().wait(0.001)
         return super().step(action)
+
+
+class SlowEnv(CountingEnv):
+    """An env whose steps with action 7 or 8 wait for longer than a program waits without Python."""
+
+    def step(self, action):
+        if action == 7:
+            threading.Event().wait(0.5)
+        if action == 8:
+            threading.Event().wait(1.8)
+        return super().step(action)
+
+
+class ImageEnv(CountingEnv):
+    """An env that observes so much that each row is copied by itself, straight from the segment."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.observation_space = spaces.Box(0, 255, (90, 200), np.uint8)
+
+    def _observe(self, action):
+        return np.full((90, 200), 0 if action < 0 else (10 * action + self.steps) % 256, np.uint8)

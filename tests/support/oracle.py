@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from support.probe import LastObsTimeStep
 
 import jaxvec
@@ -30,7 +30,7 @@ def stack(trees):
 
 def sample_actions(env_fns, num_steps):
     """Returns `[num_steps, num_envs, ...]` actions with JAX's dtypes, and as the envs receive them."""
-    space = SyncVectorEnv(env_fns).action_space
+    space = batch_space(env_fns[0]().action_space, len(env_fns))
     space.seed(SEED)
     raw = stack([space.sample() for _ in range(num_steps)])
     actions = canonical(raw)

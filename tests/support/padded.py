@@ -130,10 +130,6 @@ def assert_equal(actual, expected):
             assert actual.tobytes() == expected.tobytes(), f"{actual} != {expected}"
 
 
-def stack(trees):
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
 # --- Random spaces ----------------------------------------------------------------------------
 
 _numbers = st.sampled_from(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import numpy as np
 import pytest
+from support.disasters import DEATHS, failing
 
 import jaxvec
 from jaxvec._options import reject
@@ -47,21 +46,15 @@ class AdvisedLauncher(Launcher):
         self.local.close()
 
 
-class Dying(CountingEnv):
-    def step(self, action):
-        if action == 9:
-            os._exit(1)
-        return super().step(action)
-
-
 def test_a_backend_of_a_user_starts_and_replaces_workers(make):
     backend = Advised("Call the operator.")
     policy = jaxvec.Restart(max_restarts=1)
     envs, expected = (
-        make(Dying, 4, on_fault=policy, **options) for options in ({"backend": backend}, {"num_workers": 2})
+        make(failing("step", DEATHS["os._exit"][0]), 4, on_fault=policy, **options)
+        for options in ({"backend": backend}, {"num_workers": 2})
     )
     actions = np.ones((20, 4), int)
-    actions[7, 3] = 9
+    actions[7, 2] = 7
     rows = []
     for pool in (envs, expected):
         handle, first = jaxvec.reset(pool, seed=3)
@@ -71,7 +64,7 @@ def test_a_backend_of_a_user_starts_and_replaces_workers(make):
     assert rows[0][1].info["fault"].sum() == 2  # of both envs of the worker
     assert backend.launched == [0, 1, 1]
     with pytest.raises(jaxvec.WorkerDiedError, match=r"Call the operator\."):
-        envs.step([0, 0, 0, 9])
+        envs.step([0, 0, 7, 0])
 
 
 def test_a_backend_refuses_options(make):
