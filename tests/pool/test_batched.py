@@ -308,10 +308,6 @@ def test_some_of_the_envs_are_neither_sent_nor_received(make, dispatch):
 
 def test_batched_envs_have_no_asynchronous_mode(make):
     with pytest.raises(
-        ValueError, match="batch_size 3 is below num_envs .6., but batched envs step all at once"
-    ):
-        make(CartPoleVectorEnv(num_envs=6), batch_size=3)
-    with pytest.raises(
         ValueError, match="batch_size 2 is below num_envs .4., but batched envs step all at once"
     ):
         make(Wrong, 4, envs_per_instance=2, num_workers=2, batch_size=2)

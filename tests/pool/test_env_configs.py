@@ -140,9 +140,6 @@ def test_constructor_parameters_get_the_env_or_worker_index(make, backend):
     def number(index, worker_id=-1, *, env_id: int):
         return Placed((index, worker_id, env_id))
 
-    def required_last(worker_id, env_id):
-        return Placed((env_id, worker_id))
-
     def required_first(env_id, worker_id):
         return Placed((env_id, worker_id))
 
@@ -169,7 +166,6 @@ def test_constructor_parameters_get_the_env_or_worker_index(make, backend):
         ([optional, partial(optional, env_id=7), partial(optional, 5)], [(0, 0), (7, at[1]), (5, at[2])]),
         (partial(optional, worker_id="mine"), [(i, "mine") for i in range(3)]),
         (number, [(i, at[i], i) for i in range(3)]),
-        (required_last, [(i, at[i]) for i in range(3)]),
         (required_first, [(i, at[i]) for i in range(3)]),
         (wrapper, [(i, at[i]) for i in range(3)]),
         (positional, [(i, i) for i in range(3)]),
@@ -325,7 +321,6 @@ def test_errors_of_options_that_the_env_takes_name_env_configs(option):
     ("name", "instead"),
     [
         ("asynchronous", 'backend="serial"'),
-        ("vectorization_mode", 'backend="serial"'),
         ("wrappers", r"lambda: Wrapper\(gymnasium.make"),
         ("observation_space", "make reads the spaces from the envs"),
         ("shared_memory", "always in shared memory"),
@@ -376,11 +371,6 @@ def test_config_is_read_by_each_make(make):
         (lambda: jaxvec.Timeouts(reset=float("nan")), ValueError, r"Timeouts\(reset=...\) .*not nan"),
         (lambda: jaxvec.Timeouts(step="3"), TypeError, r"Timeouts\(step=...\) must be a number .*'3'"),
         (lambda: jaxvec.Timeouts(step=True), TypeError, r"Timeouts\(step=...\) must be a number .*True"),
-        (
-            lambda: jaxvec.Workers(pin=3, start_method="fork"),
-            ValueError,
-            r"Workers\(start_method=...\) must be",
-        ),
         (lambda: jaxvec.States(-1), ValueError, r"States\(max=...\) must be an integer of at least 0"),
         (lambda: jaxvec.States(1, 3), TypeError, r"States\(functions=...\) must be two functions"),
     ],

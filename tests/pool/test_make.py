@@ -63,13 +63,6 @@ def test_workers_look_for_jaxvec_where_it_is(monkeypatch):
     assert Path(jaxvec.__file__) == Path(here) / "jaxvec" / "__init__.py"
 
 
-def test_an_unknown_id_is_gymnasiums_own_error():
-    with pytest.raises(
-        gymnasium.error.NameNotFound, match=r'CartPool.*jaxvec.make\("MODULE:CartPool-v1", …\)'
-    ):
-        jaxvec.make("CartPool-v1", 2)
-
-
 def test_an_id_that_a_worker_does_not_know_names_the_module(make):
     gymnasium.register("Here-v0", entry_point=CountingEnv)
     try:
@@ -267,14 +260,12 @@ def test_worker_env_and_its_defaults(make):
 
 BAD = [
     (("CartPole-v1", 0), {}, ValueError, "num_envs must be an integer of at least 1, not 0"),
-    (("CartPole-v1", 2.0), {}, ValueError, "num_envs must be an integer"),
     (("CartPole-v1",), {}, ValueError, "num_envs is missing"),
     (([CountingEnv], 2), {}, ValueError, "num_envs is 2, but the list has 1"),
     (([],), {}, ValueError, "num_envs must be"),
     ((3, 2), {}, TypeError, "got int for env 0"),
     ((CountingEnv(), 2), {}, TypeError, "pass a function that makes the env"),
     ((["CartPole-v1"] * 2,), {}, TypeError, r"write functools.partial\(gymnasium.make, 'CartPole-v1'\)"),
-    (([gymnasium.spec("CartPole-v1")],), {}, TypeError, r"partial\(gymnasium.make, 'CartPole-v1'\)"),
     ((lambda a, b: CountingEnv(), 2), {}, TypeError, r"requires the arguments \['a', 'b'\]"),
     ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process", "serial"'),
     (
@@ -284,17 +275,13 @@ BAD = [
         "SAME_STEP, NEXT_STEP, DISABLED, EPISODIC",
     ),
     ((CountingEnv, 2), {"num_workers": 3}, ValueError, r"from 1 to num_envs \(2\), not 3"),
-    ((CountingEnv, 2), {"num_workers": 0}, ValueError, "num_workers must be an integer of at least 1, not 0"),
     ((CountingEnv, 2), {"num_workers": True}, ValueError, "num_workers must be an integer of at least 1"),
     ((CountingEnv, 2), {"workers": 2}, TypeError, "workers must be a jaxvec.Workers, not 2"),
     ((CountingEnv, 2), {"timeouts": 5}, TypeError, "timeouts must be a jaxvec.Timeouts, not 5"),
     ((CountingEnv, 2), {"info": "lives"}, TypeError, r"use \['lives'\]"),
     ((CountingEnv, 2), {"info": {"steps": int, 1: int}}, TypeError, "info: the key 1 is no str"),
-    ((CountingEnv, 2), {"info": [("a", 0)]}, TypeError, r"info: the key \('a', 0\) is no str"),
-    ((CountingEnv, 2), {"info": {None: float}}, TypeError, "info: the key None is no str"),
     ((CountingEnv, 2), {"info": ["lives"]}, TypeError, "first reset returned no 'lives', only"),
     ((CountingEnv, 2), {"info": {"env_id": int}}, ValueError, "'env_id' is reserved"),
-    ((CountingEnv, 2), {"info": {"reset_options": int}}, ValueError, "'reset_options' is reserved"),
     ((CountingEnv, 2), {"info": {"x": "what?"}}, TypeError, "can't read a shape and dtype"),
     ((CountingEnv, 2), {"info": {"x": str}}, TypeError, "can't be an array inside jax.jit"),
     ((lambda: 3, 2), {}, jaxvec.EnvError, "expected a gymnasium.Env, got int"),
@@ -308,8 +295,6 @@ BAD = [
     ((CountingEnv, 2), {"nonsense": 1}, jaxvec.EnvError, "unexpected keyword argument 'nonsense'"),
     ((CountingEnv, 2), {"autoreset": True}, TypeError, "Pass autoreset_mode="),
     (("CartPole-v1", 2), {"auto_reset": True}, TypeError, "Pass autoreset_mode="),
-    ((CountingEnv, 2), {"autoreset_mod": "SAME_STEP"}, TypeError, "Did you mean 'autoreset_mode'?"),
-    ((CountingEnv, 2), {"num_env": 3}, TypeError, "Did you mean 'num_envs'?"),
     ((CountingEnv, 2), {"step_timeout": 3}, TypeError, "Pass timeouts=jaxvec.Timeouts"),
     ((CountingEnv, 2), {"start_method": "fork"}, TypeError, "Workers\\(start_method="),
     ((CountingEnv, 2), {"daemon": True}, TypeError, "Remove it: workers end with the program"),
@@ -443,8 +428,6 @@ def test_counts_may_be_numbers_of_numpy(make):
     assert len(envs.save().ids) == 2
     with pytest.raises(ValueError, match="num_envs must be an integer of at least 1, not np.int64"):
         make(CountingEnv, np.int64(0))
-    with pytest.raises(ValueError, match="num_envs must be an integer of at least 1, not np.True_"):
-        make(CountingEnv, np.bool_(True))
 
 
 def test_seeds_reach_the_envs(make, backend):
@@ -644,29 +627,6 @@ def test_a_shared_reward_of_agents_is_declared(make):
     envs = make(Shared, 2, scalar=True)
     envs.reset()
     assert envs.step((np.ones(2, int), np.ones(2, int))).reward.tolist() == [2, 2]
-
-
-def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
-    source = """
-    import jax, jaxvec, numpy as np
-    jax.config.update("jax_enable_x64", True)
-    from jaxvec.testing import NestedEnv
-    envs = jaxvec.make(NestedEnv, 2)
-    handle, timestep = jaxvec.reset(envs, seed=0)
-    action = envs.action_space.sample()
-    handle, timestep = jax.jit(jaxvec.step)(handle, action)
-    assert timestep.reward.dtype == timestep.obs["clock"][1].dtype == np.float64
-    assert timestep.obs["clock"][0].dtype == np.int64
-    np.testing.assert_array_equal(timestep.obs["last"]["arm"][0], action["arm"][0])
-    jax.config.update("jax_enable_x64", False)
-    try:
-        jaxvec.step(handle, action)
-    except TypeError as error:
-        assert "jax_enable_x64" in str(error), error
-    else:
-        raise AssertionError
-    """
-    run_quietly(source)
 
 
 def test_public_names_are_there_and_load_jax_lazily():

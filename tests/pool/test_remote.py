@@ -136,11 +136,6 @@ FAILURES = {
         "no env attribute 'nothing'",
     ),
     "raises": (lambda h: jaxvec.call(h, "fail"), jaxvec.EnvError, "env 0.*not today"),
-    "shape": (
-        lambda h: jaxvec.call(h, "state", result_shape_dtypes=STATE | {"mask": bool}),
-        jaxvec.EnvDataError,
-        "env 0 returned wrong data from state",
-    ),
     "structure": (
         lambda h: jaxvec.call(h, "state", result_shape_dtypes=int),
         jaxvec.EnvDataError,

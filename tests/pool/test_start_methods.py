@@ -335,11 +335,6 @@ def test_worker_init_needs_workers_and_a_function_that_can_be_sent():
             TypeError,
             r"Workers\(init=...\) can't be pickled, .*create the objects that it needs inside",
         ),
-        (
-            {"workers": jaxvec.Workers(init=print), "backend": "serial"},
-            ValueError,
-            r"Workers\(init=...\) needs worker processes",
-        ),
     ):
         with pytest.raises(kind, match=text):
             jaxvec.make(CountingEnv, 1, **arguments)

@@ -474,10 +474,6 @@ CASES: dict[str, Any] = {
         build(call=lambda env: with_defaults()),
         lambda env, n: setattr(env.call, "__defaults__", (env.call.__defaults__[0] + n,)) or env.call(n),
     ),
-    "late attribute of a function": (
-        build(call=lambda env: with_defaults()),
-        lambda env, n: added(env.call, "calls", n),
-    ),
     "method of a closure": (
         build(method=method_of_closure),
         lambda env, n: env.method(n),

@@ -463,19 +463,12 @@ F2 = np.ones(2, np.float32)
 INVALID = {
     "missing key": (without("s"), r"obs: expected keys .*missing \['s'\]"),
     "extra key": (deep(z=1), r"obs: expected keys .*not in the space \['z'\]"),
-    "another key": (without("s") | {"z": 1}, r"obs: .*missing \['s'\], not in the space \['z'\]"),
     "no dict": ((1, 2, 3, 4), r"obs: expected a dict with keys .*got tuple"),
-    "none for a dict": (None, r"obs: expected a dict with keys .*got NoneType"),
     "short tuple": (deep(a=(1,)), r"obs\['a'\]: expected a tuple of 2, got one of 1"),
-    "long tuple": (deep(a=(1, F2, F2)), r"obs\['a'\]: expected a tuple of 2, got one of 3"),
     "array for a tuple": (deep(a=F2), r"obs\['a'\]: expected a tuple of 2, got ndarray"),
     "wrong length": (
         deep(a=(1, np.ones(3, np.float32))),
         r"obs\['a'\]\[1\]: expected shape \(2,\), got \(3,\)",
-    ),
-    "wrong rank": (
-        deep(a=(1, np.ones((1, 2), np.float32))),
-        r"obs\['a'\]\[1\]: expected shape \(2,\), got \(1, 2\)",
     ),
     "scalar for a vector": (deep(i=1), r"obs\['i'\]: expected shape \(2,\), got \(\)"),
     "vector for a scalar": (deep(s=np.ones(1)), r"obs\['s'\]: expected shape \(\), got \(1,\)"),
@@ -489,8 +482,6 @@ INVALID = {
     "none for a discrete": (deep(a=(None, F2)), r"obs\['a'\]\[0\]: expected int64, got NoneType"),
     "none for a float": (deep(s=None), r"obs\['s'\]: expected float64, got NoneType"),
     "none for a vector": (deep(i=None), r"obs\['i'\]: expected shape \(2,\), got \(\)"),
-    "nan for a discrete": (deep(a=(np.nan, F2)), r"obs\['a'\]\[0\]: expected int64, got float64"),
-    "nans for integers": (deep(i=np.full(2, np.nan)), r"obs\['i'\]: expected int64, got float64"),
     "ragged": (deep(i=[[1], [2, 3]]), r"obs\['i'\]: expected shape \(2,\), got a ragged sequence"),
     "objects": (deep(i=np.array([object(), object()])), r"obs\['i'\]: expected int64, got"),
     "an object": (deep(s=object()), r"obs\['s'\]: expected float64, got object"),
