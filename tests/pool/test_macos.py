@@ -63,6 +63,47 @@ print(hasattr(os, "memfd_create"), envs.call("looks_like_macos"), envs.stats().w
     assert run(source) == ["False (True, True) None"]
 
 
+def test_a_compiled_rollout_steps_each_env_once():
+    source = """
+envs = jaxvec.make(Env, 4, num_workers=2)
+handle, timestep = jaxvec.reset(envs, seed=0)
+
+@jax.jit
+def rollout(handle):
+    return jax.lax.scan(lambda handle, i: jaxvec.step(handle, jnp.full(4, i)), handle, jnp.arange(10))
+
+handle, steps = rollout(handle)
+print(steps.obs[:, 2, 1].tolist(), steps.obs[:, 2, 3].tolist(), steps.reward.sum().item())
+envs.close()
+"""
+    counts = list(range(1, 11))
+    assert run(source) == [f"{counts} {[*range(10)]} {4 * sum(counts)}.0"]
+
+
+def test_asynchronous_mode():
+    source = """
+envs = jaxvec.make(Env, 6, num_workers=2, batch_size=2)
+handle, timestep = jaxvec.reset(envs, seed=0)
+handle = jaxvec.send(handle, jnp.zeros(2, int), timestep.info["env_id"])
+
+@jax.jit
+def loop(handle):
+    def body(handle, _):
+        handle, timestep = jaxvec.recv(handle)
+        env_ids = timestep.info["env_id"]
+        return jaxvec.send(handle, jnp.zeros(2, int), env_ids), (env_ids, timestep.obs[:, 1])
+    return jax.lax.scan(body, handle, None, 60)
+
+handle, (env_ids, counts) = loop(handle)
+for env_id in range(6):
+    own = counts[env_ids == env_id].tolist()
+    assert own == list(range(own[0], own[0] + len(own))), own  # from 0, or from 1 for the first batch
+print(counts.size)
+envs.close()
+"""
+    assert run(source) == ["120"]
+
+
 def test_a_worker_that_exits_is_replaced():
     source = """
 envs = jaxvec.make(Env, 4, num_workers=2, on_fault="restart")
