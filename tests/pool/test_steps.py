@@ -121,6 +121,15 @@ def test_cond_steps_only_where_it_is_taken(envs):
             handle = program(handle, taken)
 
 
+def test_switch_steps_its_branch_alone(envs):
+    branches = [lambda h, n=n: scan(h, n)[0] for n in (1, 2, 4)]
+    program = jax.jit(lambda h, i: jax.lax.switch(i, branches, h))
+    handle, _ = jaxvec.reset(envs)
+    for index, steps in ((2, 4), (0, 1), (1, 2)):
+        with pool_moves(envs, steps=steps):
+            handle = program(handle, index)
+
+
 def test_while_loop_runs_until_done(make):
     envs = make(lambda: CountingEnv(7), 3, num_workers=2, autoreset_mode="DISABLED")
 
@@ -138,6 +147,43 @@ def test_while_loop_runs_until_done(make):
             handle, timestep = episode(handle, timestep)
         assert timestep.terminated.all()
         np.testing.assert_array_equal(timestep.info["episode_length"], 7)
+
+
+def test_while_loop_over_observations_that_decide_the_actions(envs):
+    handle, timestep = jaxvec.reset(envs)
+    program = jax.jit(
+        lambda *carry: jax.lax.while_loop(
+            lambda carry: carry[1].obs[0, EPISODE_STEPS] < 4,
+            lambda carry: jaxvec.step(carry[0], carry[1].obs[:, ACTION] + 1),
+            carry,
+        )
+    )
+    with pool_moves(envs, steps=4):
+        _, timestep = program(handle, timestep)
+    np.testing.assert_array_equal(timestep.obs[:, ACTION], 3)  # -1 after the reset, then 0, 1, 2, 3
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["static bound", "traced bound"])
+def test_fori_loop_steps_as_often_as_its_bounds_say(envs, traced):
+    def program(handle, n):
+        return jax.lax.fori_loop(0, n, lambda _, h: jaxvec.step(h, ONES)[0], handle)
+
+    jitted = jax.jit(program, static_argnums=() if traced else 1)
+    handle, _ = jaxvec.reset(envs)
+    for n in (6, 0, 3):
+        with pool_moves(envs, steps=n):
+            handle = jitted(handle, n)
+
+
+def test_nested_scans_multiply(envs):
+    program = jax.jit(lambda h: jax.lax.scan(lambda h, a: scan(h, 3, a), h, jnp.arange(12).reshape(4, 3)))
+    handle, first = jaxvec.reset(envs)
+    with pool_moves(envs, steps=12):
+        _, timesteps = program(handle)
+    np.testing.assert_array_equal(
+        steps_of(timesteps)[..., 0] - steps_of(first)[0], np.arange(1, 13).reshape(4, 3)
+    )
+    np.testing.assert_array_equal(timesteps.obs[..., ACTION], np.arange(12).reshape(4, 1, 3).repeat(3, 1))
 
 
 def test_unrolled_scans_and_equal_calls_side_by_side_are_all_taken(envs):

@@ -369,6 +369,22 @@ def test_the_derivative_through_an_action_is_zero(make, transport):
     assert jax.jit(jax.value_and_grad(loss))(2.0) == (4 + 6, 3)
 
 
+def test_a_gradient_under_vmap_and_a_vmap_under_gradient(serial, hand_offs):
+    handle, _ = jaxvec.reset(serial)
+
+    def lane_loss(weight, handle):
+        _, timestep = jaxvec.step(handle, jnp.zeros(4, int))
+        return (weight * timestep.obs[:, 1].astype(float)).sum()
+
+    hand_offs.clear()
+    grads = jax.vmap(jax.grad(lane_loss))(jnp.ones(2), split(handle, 2))
+    np.testing.assert_array_equal(grads, [4, 4])
+    handle, _ = jaxvec.reset(serial)
+    total = jax.grad(lambda w: jax.vmap(lane_loss, in_axes=(None, 0))(w, split(handle, 2)).sum())(1.0)
+    assert total == 16
+    assert hand_offs == ["jaxvec.step", "jaxvec.reset", "jaxvec.step"]
+
+
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_checkpoint_never_steps_twice(envs, jit):
     """JAX refuses: it would run the step again for the backward pass."""
@@ -647,6 +663,16 @@ def test_a_read_that_nobody_uses_is_not_made(serial, hand_offs):
     hand_offs.clear()
     jax.block_until_ready(jax.jit(lambda h: (level(h), h.token)[1])(handle))
     assert hand_offs == []
+
+
+def test_calls_under_shard_map_ask_each_devices_own_envs(envs, mesh):
+    handle, _ = jaxvec.reset(envs)
+
+    def program(handle, by):
+        return jaxvec.call(handle, "_observe", by, result_shape_dtypes=jax.ShapeDtypeStruct((4,), int))
+
+    _, observed = over(mesh, program, out_specs=P("d"))(handle, ACTION)
+    np.testing.assert_array_equal(observed[:, 3], ACTION)
 
 
 @pytest.fixture
