@@ -201,7 +201,7 @@ std::string answer(Call& call) {
   }
   const auto count = uint32_t(slots.size());
   Outcome outcome;
-  do outcome = wait(asked->parent, slots.data(), count, count, 5'000'000'000);
+  do outcome = wait(asked->parent, slots.data(), count, count, now_ns() + 5'000'000'000);
   while (outcome != kDone && outcome != kTimeout);
   check(outcome == kDone, "a step that did not end");
   for (uint32_t i = 0; i < count; ++i) {
@@ -332,7 +332,7 @@ void one_by_one(Setup& setup, void* stream) {
   expect_refusals(setup, setup.send({1, 2}), {{"an env in flight", [](Request&) {}}}, stream);
   const int64_t flying[] = {5, 0, 3, 1};
   Outcome outcome;
-  do outcome = wait(setup.parent, flying, 4, 4, 5'000'000'000);
+  do outcome = wait(setup.parent, flying, 4, 4, now_ns() + 5'000'000'000);
   while (outcome != kDone && outcome != kTimeout);
   check(outcome == kDone, "a step that did not end");
   expect_refusals(setup, setup.recv(), kSpoilers, stream);

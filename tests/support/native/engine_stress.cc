@@ -95,7 +95,7 @@ struct Shared {
 void end_step(Shared& shared, const std::vector<int64_t>& slots) {
   const auto count = uint32_t(slots.size());
   Outcome outcome;
-  do outcome = wait(shared.parent, slots.data(), count, count, 5'000'000'000);
+  do outcome = wait(shared.parent, slots.data(), count, count, now_ns() + 5'000'000'000);
   while (outcome != kDone && outcome != kTimeout);
   check(outcome == kDone, "a step that did not end");
 }
