@@ -807,7 +807,7 @@ class Walking(gymnasium.Env):
 
 
 @pytest.mark.parametrize("kind", KEPT)
-@pytest.mark.parametrize("n", [5, 9])
+@pytest.mark.parametrize("n", [9, 13])  # of which another process has hardly ever the same order
 def test_an_env_that_walks_a_set_of_texts_is_refused(kind, n):
     prove(StatefulEnv(Walking(kind, n, sorted)), fresh=True)
     with pytest.raises(jaxvec.EnvStateError, match="obs differs.* in the order of a set"):
