@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import numpy as np
-
-from jaxvec._ports.samples import SampleResult
 
 Mode = Literal["one_step", "free_running"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step in which a leaf differs."""
+    """The step with the largest error of a leaf."""
 
     step: int  # number in its episode, from 1
     env: int
@@ -26,17 +22,6 @@ class Case:
     action: Any
     port: Any  # value of the leaf in the port
     original: Any
-
-    def describe(self) -> str:
-        """Returns step, env, and the element with the largest error."""
-        sides = [np.atleast_1d(side) for side in (self.port, self.original)]
-        with np.errstate(invalid="ignore"):  # of infinities
-            errors = np.abs(np.subtract(*sides, dtype=float))
-        place = np.unravel_index(errors.argmax(), errors.shape)
-        element = f", element {[int(index) for index in place]}" if np.ndim(self.port) else ""
-        return (
-            f"step {self.step} of env {self.env}{element}: port {sides[0][place]}, original {sides[1][place]}"
-        )
 
 
 @dataclass(frozen=True)
@@ -53,15 +38,8 @@ class LeafResult:
     tolerance: float
     max_error: float
     first_step: int | None = None  # smallest number in an episode of a different step
-    ones: tuple[int, int] | None = None  # of flags and reward, steps with True or not 0 in port and original
-    worst: Case | None = None  # with the largest error; None if all are equal
-    earliest: Case | None = None  # with the number `first_step`
-
-    def describe(self) -> str:
-        """Returns how often the leaf differs, with two cases."""
-        cases = {"earliest": self.earliest, "largest": self.worst}
-        texts = [f"{word}: {case.describe()}" for word, case in cases.items() if case is not None]
-        return f"{self.different:,} of {self.compared:,} steps; {'; '.join(texts)}"
+    ones: tuple[int, int] | None = None  # of flags, steps with True in the port and in the original
+    worst: Case | None = None  # None if all are equal
 
 
 @dataclass(frozen=True)
@@ -71,10 +49,6 @@ class SpaceResult:
     port: str
     original: str
     equal: bool  # also True if the port declares none
-
-    def describe(self) -> str:
-        """Returns both sides."""
-        return f"port {self.port}, original {self.original}"
 
 
 @final
@@ -90,17 +64,10 @@ class Comparison:
         num_envs: Number of envs.
         num_steps: Number of steps of each env.
         spaces: Results by property.
-        leaves: Results of steps by path, such as `obs/speed`, or `state/fuel` after a step.
-        resets: Results of two-sample tests between resets, such as `reset state/fuel` and `reset obs/speed`,
-            the latter also given the states. A difference has a p-value of at most `reset_threshold`.
-        reset_threshold: 0.0001, divided by the number of all tests of resets.
+        leaves: Results by path, such as `obs/speed`.
         episodes: Number of episodes that were started.
         parted: Number of episodes with a difference.
         parted_after: Mean number of steps until the first difference of these episodes; NaN without any.
-        drifted: Number of free-running episodes that ended because rounding errors, which grow by less than a
-            difference in each step, had reached 16 tolerances.
-        untested: What the steps did not test, as names and reasons: flags that were never True, a reward that
-            was always 0, a time limit that no episode reached, actions at or beyond the bounds.
         seconds: Time in s that the compiled program ran.
 
     Example:
@@ -112,7 +79,7 @@ class Comparison:
         port = jaxvec.ports.Port(lambda key: (jnp.int32(0), jnp.zeros(4, int)), count)
         original = jaxvec.testing.CountingEnv
         result = jaxvec.ports.compare_port(port, original, mode="free_running", num_envs=2, num_steps=5)
-        result.assert_equal(ignore=["obs", "done"])  # done was never True
+        result.assert_equal(ignore=["obs"])
         print(result.leaves["reward"].different)  # 0
         ```
     """
@@ -124,60 +91,31 @@ class Comparison:
     num_steps: int
     spaces: Mapping[str, SpaceResult]
     leaves: Mapping[str, LeafResult]
-    resets: Mapping[str, SampleResult]
-    reset_threshold: float
     episodes: int
     parted: int
     parted_after: float
-    drifted: int
-    untested: Mapping[str, str]
     seconds: float
 
     @property
     def differences(self) -> list[str]:
-        """Names of the properties, resets and leaves that differ by more than the tolerances."""
+        """Names of the properties and paths of the leaves that differ by more than the tolerances."""
         spaces = [name for name, space in self.spaces.items() if not space.equal]
-        resets = [name for name, reset in self.resets.items() if reset.p_value <= self.reset_threshold]
-        return [*spaces, *resets, *(path for path, leaf in self.leaves.items() if leaf.different)]
+        return [*spaces, *(path for path, leaf in self.leaves.items() if leaf.different)]
 
-    def assert_equal(self, *, ignore: Collection[str] = (), require: Collection[str] = ()) -> None:
-        """Raises if there is a difference, and warns of what was not tested.
+    def assert_equal(self, *, ignore: Collection[str] = ()) -> None:
+        """Raises if there is a difference.
 
         Args:
-            ignore: Names of accepted differences, as in `differences`, or gaps, as in `untested`.
-            require: Names of gaps that are an error, such as `["truncated", "time limit"]`.
+            ignore: Names of accepted differences, as in `differences`.
 
         Raises:
-            AssertionError: A property, reset or leaf differs, or something required was not tested. The
-                message has the earliest and the largest difference of each leaf, and a replay.
+            AssertionError: A property or a leaf differs. The message has the table, and a replay of the first
+                leaf that differs.
         """
-        records = {**self.spaces, **self.resets, **self.leaves}
-        known = {*records, *self.untested, "autoreset", "time limit", "transitions"}
-        names = unexpected(self.differences, known, ignore)
-        gaps = [name for name in self.untested if name not in ignore]
-        untested = f"not tested: {', '.join(f'{name} ({self.untested[name]})' for name in gaps)}"
-        if names:
-            lines = [f"{name}: {records[name].describe()}" for name in names[:8]]
+        if names := [name for name in self.differences if name not in ignore]:
             leaves = [name for name in names if name in self.leaves]
-            replay = self.replay(leaves[0]) if leaves else ""
-            start = f"the port differs from its original in {', '.join(names)}"[:500]
-            text = "\n".join([start, f"seed {self.seed}; {untested if gaps else 'all tested'}", *lines])[
-                :_MAX_TEXT
-            ]
-            raise AssertionError(f"{text}\n\n{replay}" if len(text + replay) < _MAX_TEXT else text)
-        if {*require} & {*gaps}:
-            raise AssertionError(f"all steps are equal, but {untested}"[:_MAX_TEXT])
-        if gaps:
-            warnings.warn(untested, stacklevel=2)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the attributes and the differences as plain objects of Python, for JSON.
-
-        Arrays are lists; NaN and infinities are texts.
-        """
-        record = {"differences": self.differences, **asdict(self)}
-        text = json.dumps(record, default=lambda value: np.asarray(value).tolist())
-        return json.loads(text, parse_constant=str)
+            replay = f"\n\n{self.replay(leaves[0])}" if leaves else ""
+            raise AssertionError(f"the port differs from its original in {', '.join(names)}\n{self}{replay}")
 
     def __str__(self) -> str:
         start = "set to the port's state before each step"
@@ -190,32 +128,20 @@ class Comparison:
             parted += f", first after {self.parted_after:.1f} steps on average"
         steps = f"{self.num_envs * self.num_steps:,} steps in {self.seconds:.3g} s"
         heading = f"{steps} ({self.num_envs} envs, seed {self.seed}), original {start}; {parted}"
-        if self.drifted:
-            heading += f", {self.drifted:,} ended as rounding errors had grown"
-        gaps = [f"{name} ({reason})" for name, reason in self.untested.items()]
-        verdict = (
-            f"different: {', '.join(self.differences) or 'none'}; not tested: {', '.join(gaps) or 'none'}"
-        )
         properties = [
             (name, space.port, space.original, "" if space.equal else "different")
             for name, space in self.spaces.items()
         ]
         leaves = [_COLUMNS, *(_cells(path, leaf) for path, leaf in self.leaves.items())]
         return "\n\n".join(
-            [
-                verdict,
-                heading,
-                table(leaves),
-                samples_table(self.resets, self.reset_threshold),
-                table([("property", "port", "original", ""), *properties]),
-            ]
+            [heading, table(leaves), table([("property", "port", "original", ""), *properties])]
         )
 
     def replay(self, leaf: str | None = None) -> str:
         """Returns a few lines of Python that show the largest error of a leaf on both sides.
 
-        The lines use `port`, `original`, `set_state`, `policy` and, for states, `get_state`, as they were
-        passed to `compare_port`. Add `select_state`, if one was passed.
+        The lines use `port`, `original`, `set_state` and `policy`, as they were passed to `compare_port`. Add
+        `select_state`, if one was passed.
 
         Args:
             leaf: Path of the leaf; by default, the first one that differs.
@@ -234,8 +160,6 @@ class Comparison:
         arguments = f"port, original, {set_state}, policy, step={case.step}, {key}"
         if self.mode == "one_step":
             arguments += f", state={_code(case.state)}, action={_code(case.action)}"
-        if path.split("/")[0] == "state":
-            arguments += ", get_state=get_state"
         lines = [
             f"# {path} in step {case.step} of an episode of env {case.env}: "
             f"port {_short(case.port)}, original {_short(case.original)}",
@@ -245,20 +169,6 @@ class Comparison:
         ]
         return "\n".join(lines)
 
-
-def unexpected(differences: Collection[str], known: Collection[str], ignore: Collection[str]) -> list[str]:
-    """Returns the differences that are not ignored. Refuses names of no variable, which are misspelt."""
-    unknown = [name for name in ignore if name not in known and name.split(" ")[-1] not in known]
-    if isinstance(ignore, str) or unknown:
-        raise ValueError(
-            f"ignore: {ignore if isinstance(ignore, str) else unknown} must be a list of names of {[*known]}"[
-                :_MAX_TEXT
-            ]
-        )
-    return [name for name in differences if name not in ignore]
-
-
-_MAX_TEXT = 2900  # characters of an error message
 
 _COLUMNS = (
     "leaf",
@@ -278,7 +188,7 @@ def _cells(path: str, result: LeafResult) -> tuple[str, ...]:
     first = "" if result.first_step is None else str(result.first_step)
     if result.different and result.at_ends == result.different:
         first += ", only ends"
-    flags = "" if result.ones is None or path == "reward" else "{:,} · {:,}".format(*result.ones)
+    flags = "" if result.ones is None else "{:,} · {:,}".format(*result.ones)
     return path, *shares, f"{result.max_error:.3g}", f"{result.tolerance:.3g}", first, flags
 
 
@@ -303,17 +213,6 @@ def _code(value: Any) -> str:
     array = np.asarray(value)
     values = repr(array.tolist()).replace("nan", "numpy.nan").replace("inf", "numpy.inf")
     return f"numpy.array({values}, {array.dtype.name!r})"
-
-
-def samples_table(samples: Mapping[str, SampleResult], threshold: float) -> str:
-    """Returns the table of two-sample tests."""
-    rows = [("variable", "tests", "smallest p", "", "mean of this element in port · original")]
-    for name, sample in samples.items():
-        verdict = "different" if sample.p_value <= threshold else ""
-        pairs = zip(sample.means, sample.errors, strict=True)
-        means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
-        rows.append((name, str(sample.tests), f"{sample.p_value:.2g}", verdict, means))
-    return table(rows)
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,14 +10,28 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
-from jaxvec._ports.comparison import samples_table, unexpected
+from jaxvec._ports.comparison import table
 from jaxvec._ports.original import constructor
-from jaxvec._ports.port import Port, advance, as_port, check_port, is_done, like
+from jaxvec._ports.port import Port, advance, as_port, is_done
 from jaxvec._ports.program import by_path, random_action, select
-from jaxvec._ports.samples import SampleResult, compare_samples
 from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
+
+_MAX_VALUES = 20  # of a variable that is compared by its counts
+_ROUNDING = 2e-6  # smallest distance of different values; relative above 1
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """The tests of a variable: one per element that is not the same constant on both sides."""
+
+    tests: int
+    p_value: float  # the smallest; 1 without tests
+    element: int  # flat index of the element with this p-value
+    means: tuple[float, float]  # of this element in the port and in the original
+    errors: tuple[float, float]  # half-widths of the 95 % confidence intervals of these means
 
 
 @final
@@ -61,12 +74,18 @@ class Distributions:
         Raises:
             AssertionError: A distribution differs. The message has the table.
         """
-        if names := unexpected(self.differences, self.samples, ignore):
+        if names := [name for name in self.differences if name not in ignore]:
             raise AssertionError(f"the port differs from its original in {', '.join(names)}\n{self}")
 
     def __str__(self) -> str:
+        rows = [("variable", "tests", "smallest p", "", "mean of this element in port · original")]
+        for name, sample in self.samples.items():
+            verdict = "different" if name in self.differences else ""
+            pairs = zip(sample.means, sample.errors, strict=True)
+            means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
+            rows.append((name, str(sample.tests), f"{sample.p_value:.2g}", verdict, means))
         heading = f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
-        return f"{heading}\n\n{samples_table(self.samples, self.threshold)}"
+        return f"{heading}\n\n{table(rows)}"
 
 
 def compare_distributions(
@@ -85,19 +104,16 @@ def compare_distributions(
     """Compares episodes of a port and of its original by two-sample tests, for envs with random levels.
 
     Each episode gives one sample of each variable, so that samples are independent: the first observation,
-    the observations after the numbers of steps in `probes` (or the last one before), the return, the length
-    and how it ended. A variable with up to 20 values is tested by a chi-squared test of its counts, others by
-    the Kolmogorov-Smirnov test; also among the episodes with similar first actions. NaN or an infinity that
-    only one side has is a difference, and so is a leaf that is missing or has another shape (`shape of obs`).
-    Elements of observations are tested one by one, so a difference only in how they depend on each other is
-    not found. With a policy that was trained on the port, the means of `return` show how it transfers to the
-    original.
+    the observations after the numbers of steps in `probes` (or the last one before), the return and the
+    length. A variable with up to 20 values is tested by a chi-squared test of its counts, others by the
+    Kolmogorov-Smirnov test. Elements of observations are tested one by one, so a difference only in how they
+    depend on each other is not found. With a policy that was trained on the port, the means of `return` show
+    how it transfers to the original.
 
     Args:
         port: A `Port`, or an env that `as_port` converts.
         original: A Gymnasium id, an `EnvSpec`, or a function that makes the Python env.
-        policy: Function `(key, obs) -> action` of one env. By default, actions are random, and half of those
-            of an episode are its favourite action.
+        policy: Function `(key, obs) -> action` of one env. By default, actions are random.
         num_episodes: Number of episodes on each side, rounded up to a multiple of `num_envs`.
         max_steps: Number of steps after which episodes are cut.
         probes: Numbers of steps after which observations are compared.
@@ -127,57 +143,37 @@ def compare_distributions(
     port = as_port(port)
     rounds = -(-num_episodes // num_envs)
     with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
-        random = partial(_favouring, envs.single_action_space)
-        act = random if policy is None else lambda key, obs, _: policy(key, obs)
-        given = check_port(port, lambda key, obs, _: act(key, obs, key))
+        act = policy or partial(random_action, envs.single_action_space)
         sides = _port_side(port, num_envs), _original_side(envs)
 
         @jax.jit
         def play(keys: jax.Array) -> list[Any]:
-            pairs = zip(sides, keys, strict=True)
-            return [_play(begin, move, act, max_steps, probes, key) for (begin, move), key in pairs]
+            return [_play(*side, act, max_steps, probes, key) for side, key in zip(sides, keys, strict=True)]
 
         keys = jax.random.split(jax.random.key(seed), (rounds, 2))
         parts = [jax.device_get(play(pair)) for pair in keys]
     port_samples, original_samples = (
         jax.tree.map(lambda *each: np.concatenate(each), *side) for side in zip(*parts, strict=True)
     )
-    first = [
-        [side[path] for path in side if path.startswith(_FIRST)] for side in (port_samples, original_samples)
+    names = [
+        name
+        for name in port_samples
+        if name in original_samples and port_samples[name].shape == original_samples[name].shape
     ]
-    results: dict[str, SampleResult] = {}
-    undeclared = [name for name in _FLAGS if name not in given]  # of a port that says only `done`
-    for name in [each for each in {**port_samples, **original_samples} if each not in undeclared]:
-        sides = [samples.get(name) for samples in (port_samples, original_samples)]
-        if len({None if side is None else side.shape for side in sides}) == 2:
-            unknown = math.nan, math.nan
-            results[f"shape of {name}"] = SampleResult(1, 0.0, 0, unknown, unknown)
-            continue
-        given_action = None if name.startswith("first") else first
-        results[name] = compare_samples(sides[0], sides[1], conditions=given_action)
+    results = {name: _test(port_samples[name], original_samples[name]) for name in names}
     threshold = alpha / max(1, sum(result.tests for result in results.values()))
     return Distributions(results, rounds * num_envs, alpha, threshold)
 
 
-def _favouring(space: Any, key: jax.Array, obs: Any, episode: jax.Array) -> Any:
-    """Returns the favourite action of an episode in half of the steps, so that episodes show its effect."""
-    keys = jax.random.split(key)
-    favours = jax.random.bernoulli(keys[0])
-    return jax.tree.map(
-        partial(jnp.where, favours), random_action(space, episode), random_action(space, keys[1])
-    )
-
-
 def _port_side(port: Port, num_envs: int) -> tuple[Any, Any]:
-    """Returns functions `key -> (env, obs)` and `(env, action, key) -> (env, obs, reward, flags)`."""
+    """Returns functions `key -> (env, obs)` and `(env, action, key) -> (env, obs, reward, done)`."""
 
     def begin(key: jax.Array) -> Any:
         return jax.vmap(port.reset)(jax.random.split(key, num_envs))
 
     def move(state: Any, action: Any, key: jax.Array) -> Any:
         state, results = advance(port, jax.random.split(key, num_envs), state, action)
-        done = is_done(results)
-        return state, results["obs"], results["reward"], {name: results.get(name, done) for name in _FLAGS}
+        return state, results["obs"], results["reward"], is_done(results)
 
     return begin, move
 
@@ -189,7 +185,7 @@ def _original_side(envs: Any) -> tuple[Any, Any]:
 
     def move(handle: Any, action: Any, key: jax.Array) -> Any:
         handle, timestep = step(handle, action)
-        return handle, timestep.obs, timestep.reward, {name: getattr(timestep, name) for name in _FLAGS}
+        return handle, timestep.obs, timestep.reward, timestep.done
 
     return begin, move
 
@@ -199,33 +195,54 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
     begin_key, key = jax.random.split(key)
     env, first = begin(begin_key)
     num_envs = len(jax.tree.leaves(first)[0])
-    none = jnp.zeros(num_envs, jnp.float32)
-    episodes = jax.random.split(jax.random.fold_in(key, 0), num_envs)
-
-    def choose(number: Any, obs: Any) -> tuple[Any, jax.Array]:
-        act_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        return jax.vmap(act)(jax.random.split(act_key, num_envs), obs, episodes), step_key
+    none = jnp.zeros(num_envs)
 
     def body(carry: Any) -> Any:
-        env, obs, live, returns, length, number, seen, ends = carry
-        env, after, reward, flags = move(env, *choose(number, obs))
-        after = select(live, like(obs, after), obs)
-        ends = {name: jnp.where(live, flags[name], ends[name]) for name in _FLAGS}
-        goes_on = live & ~(ends["terminated"] | ends["truncated"])
-        seen = {at: select(jnp.full(num_envs, number == at), after, old) for at, old in seen.items()}
-        sums = returns + jnp.where(live, reward, 0), length + live
-        return env, *like(carry[1:], (after, goes_on, *sums, number + 1, seen, ends))
+        env, obs, live, returns, length, number, seen = carry
+        act_key, step_key = jax.random.split(jax.random.fold_in(key, number))
+        env, after, reward, done = move(
+            env, jax.vmap(act)(jax.random.split(act_key, num_envs), obs), step_key
+        )
+        obs = select(live, after, obs)
+        returns = returns + jnp.where(live, reward, 0)
+        length = length + live
+        seen = {at: select(jnp.full(num_envs, number == at), obs, old) for at, old in seen.items()}
+        return env, obs, live & ~done, returns, length, number + 1, seen
 
     def unfinished(carry: Any) -> Any:
         return carry[2].any() & (carry[5] <= max_steps) | (carry[5] <= max(probes, default=0))
 
-    ends = dict.fromkeys(_FLAGS, none > 0)
-    carry = env, first, none == 0, none, none, jnp.int32(1), dict.fromkeys(probes, first), ends
-    *_, returns, length, _, seen, ends = jax.lax.while_loop(unfinished, body, carry)
+    carry = env, first, none == 0, none, none, jnp.int32(1), dict.fromkeys(probes, first)
+    *_, returns, length, _, seen = jax.lax.while_loop(unfinished, body, carry)
     observed = {"first obs": first, **{f"obs after {at} steps": values for at, values in seen.items()}}
-    action, _ = choose(1, first)
-    return {**by_path({**observed, _FIRST: action}), "return": returns, "length": length, **ends}
+    return {**by_path(observed), "return": returns, "length": length}
 
 
-_FIRST = "first action"
-_FLAGS = ("terminated", "truncated")
+def _test(ours: Any, theirs: Any) -> SampleResult:
+    """Tests each element of a variable."""
+    ours, theirs = (np.asarray(values, np.float64).reshape(len(values), -1) for values in (ours, theirs))
+    p_values = np.ones(ours.shape[1])
+    constant = ((ours == ours[0]) & (theirs == ours[0])).all(0)
+    for element in np.flatnonzero(~constant):
+        p_values[element] = _p_value(ours[:, element], theirs[:, element])
+    least = int(p_values.argmin()) if p_values.size else 0
+    sides = ours[:, least], theirs[:, least]
+    means = float(sides[0].mean()), float(sides[1].mean())
+    errors = [1.96 * float(side.std()) / len(side) ** 0.5 for side in sides]
+    return SampleResult(int((~constant).sum()), float(p_values[least]), least, means, (errors[0], errors[1]))
+
+
+def _p_value(ours: Any, theirs: Any) -> float:
+    values, places = np.unique(np.concatenate([ours, theirs]), return_inverse=True)
+    # Sums that are rounded in another order are the same value, else a speed of 0.3 would have one per side.
+    apart = np.diff(values) > _ROUNDING * np.maximum(1, np.abs(values[1:]))
+    ranks = np.concatenate([[0], np.cumsum(apart)])[places]
+    ours, theirs = np.split(ranks, [len(ours)])
+    tests: Any = stats
+    if (number := int(ranks.max()) + 1) > _MAX_VALUES:
+        return float(tests.ks_2samp(ours, theirs).pvalue)
+    counts = np.array([np.bincount(part, minlength=number) for part in (ours, theirs)])
+    rare = counts.sum(0) < 10  # the test needs about 5 expected samples of each value
+    counts = np.column_stack([counts[:, ~rare], counts[:, rare].sum(1)])
+    counts = counts[:, counts.sum(0) > 0]
+    return float(tests.chi2_contingency(counts).pvalue) if counts.shape[1] > 1 else 1.0

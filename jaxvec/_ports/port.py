@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from gymnasium import spaces
 
 
@@ -67,7 +65,7 @@ def as_port(env: Any, params: Any = None) -> Port:
     """
     if isinstance(env, Port):
         return env
-    if hasattr(env, "step_env") and hasattr(env, "default_params"):
+    if hasattr(env, "step_env"):
         return _gymnax(env, env.default_params if params is None else params)
     autoreset = "DISABLED"
     if type(env).__name__ == "AutoResetWrapper":  # of Brax or Jumanji
@@ -89,8 +87,8 @@ def as_port(env: Any, params: Any = None) -> Port:
         declared = None, spaces.Discrete(int(env.num_actions)), None, autoreset
         return _of_states(env.init, lambda key, *args: env.step(*args, key), _pgx_results, *declared)
     raise TypeError(
-        f"{env!r} is no env of gymnax, Navix, Brax or Jumanji, or of Pgx with one player, and ports "
-        f"have one agent; pass jaxvec.ports.Port(reset, step). {_PORT}"
+        f"{env!r} is no env of gymnax, Navix, Brax or Jumanji, or of Pgx with one player; pass "
+        "jaxvec.ports.Port(reset, step)"
     )
 
 
@@ -143,52 +141,10 @@ def _pgx_results(state: Any) -> tuple[Any, ...]:
     return state.observation, state.rewards[0], state.terminated, state.truncated
 
 
-@contextmanager
-def explained() -> Generator[None]:
-    """Adds the form of a port to the errors of tracing one."""
-    try:
-        yield
-    except Exception as error:
-        raise TypeError(f"{_PORT}. Tracing it: {type(error).__name__}: {str(error)[:500]}") from error
-
-
-def check_port(port: Port, policy: Callable[[jax.Array, Any, Any], Any]) -> Any:
-    """Returns the shapes of results. Raises if `reset` and `step` do not fit together."""
-    key = jax.random.key(0)
-    with explained():
-        state, obs = jax.eval_shape(port.reset, key)
-        action = jax.eval_shape(policy, key, obs, state)
-        after, results = jax.eval_shape(port.step, key, state, action)
-        jax.eval_shape(lambda results: (results["reward"], is_done(results)), results)
-        later = {"obs": results["obs"], "state": after}
-        jax.tree_util.tree_map_with_path(_check_leaf, {"obs": obs, "state": state}, later)
-    return results
-
-
-def _check_leaf(path: Any, old: Any, new: Any) -> None:
-    kept = old.dtype == new.dtype or np.can_cast(new.dtype, old.dtype, "same_kind")
-    # With x64, 8 bytes may become 4.
-    if old.shape != new.shape or not kept or old.dtype.itemsize < min(4, new.dtype.itemsize):
-        sides = f"{old.dtype}{old.shape} after reset and {new.dtype}{new.shape} after step"
-        raise TypeError(f"{jax.tree_util.keystr(path)} is {sides}; return one dtype and shape")
-
-
-_PORT = (
-    "A port has functions of one env, without a batch axis: reset(key) -> (state, obs), and step(key, state, "
-    "action) -> (state, results), where results is a dict with 'obs', 'reward', and 'terminated' and "
-    "'truncated', or 'done'"
-)
-
-
 def advance(port: Port, keys: jax.Array, states: Any, actions: Any) -> tuple[Any, dict[str, Any]]:
     """Steps several envs. States keep the dtypes of the reset, which sums of weakly typed numbers change."""
     after, results = jax.vmap(port.step)(keys, states, actions)
-    return like(states, after), results
-
-
-def like(old: Any, new: Any) -> Any:
-    """Returns a pytree with the dtypes of another, which differ with x64 or by weak types."""
-    return jax.tree.map(lambda a, b: b if a.dtype == b.dtype else b.astype(a.dtype), old, new)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), after, states), results
 
 
 def is_done(results: Any) -> jax.Array:

@@ -20,8 +20,8 @@ def compare_spaces(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[s
         parts = [_describe(ours[name]), _describe(space)]
         for part in parts[1] | parts[0]:
             texts = [described.get(part, NOT_DECLARED) for described in parts]
-            # Gymnasium leaves autoreset to vector envs, and an original may count its steps by itself.
-            undeclared = not parts[0] or (name in ("autoreset", "time limit") and not parts[1])
+            # Gymnasium leaves autoreset to vector envs, so most originals declare none.
+            undeclared = not parts[0] or (name == "autoreset" and not parts[1])
             rows[f"{name} {part}".strip()] = SpaceResult(*texts, equal=texts[0] == texts[1] or undeclared)
     return rows
 

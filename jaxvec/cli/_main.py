@@ -16,10 +16,10 @@ import pickle
 import platform
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,20 +36,17 @@ from jaxvec._workers import fork, lifeline, process, stacks
 from jaxvec.adapters import recording
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import UsageError, _bench, _check, _top
-from jaxvec.cli._target import add_target_arguments, find_target, lacks_package, load
+from jaxvec.cli._target import add_target_arguments, find_target, lacks_package
 
 FINE = 0
 FAILED = 1
 USAGE = 2
-NOT_TESTED = 3
-_JSON = "print one JSON object instead of text"
 
 EXIT_CODES = """\
 exit codes:
   0    success
   1    an env or a check failed
-  2    usage error: unknown env, bad argument, or missing package; for compare, also that an env failed
-  3    compare found no difference, but a part was not tested
+  2    usage error: unknown env, bad argument, or missing package
   130  Ctrl-C"""
 
 
@@ -71,7 +68,6 @@ class Command:
     details: str
     run: Callable[[Namespace], Outcome]
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
-    json: Mapping[str, Any] = field(default_factory=lambda: {"action": "store_true", "help": _JSON})
 
 
 # --- doctor ----------------------------------------------------------------------------------------------
@@ -266,74 +262,6 @@ examples:
 )
 
 
-# --- compare ---------------------------------------------------------------------------------------------
-
-
-def _run_compare(options: Namespace) -> Outcome:
-    from jaxvec import ports  # which imports JAX
-
-    names = {name: getattr(options, name) for name in ("port", "original", "set_state", "get_state")}
-    found: dict[str, Any] = {name: None if text is None else load(text) for name, text in names.items()}
-    try:
-        result = ports.compare_port(
-            **found,
-            mode="free_running" if options.free_running or options.set_state is None else "one_step",
-            num_envs=options.num_envs,
-            num_steps=options.num_steps,
-            seed=options.seed,
-            tolerances=options.tolerance,
-        )
-    except (JaxvecError, TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
-    differences = {*result.differences} - {*options.ignore}
-    gaps = {*result.untested} - {*options.ignore}
-    code = FAILED if differences else NOT_TESTED if gaps else FINE
-    start = "\n".join(_definition(name, text) for name, text in {**names, "policy": None}.items())
-    replays = {path: f"{start}\n{result.replay(path)}" for path in result.leaves if path in differences}
-    record = {"schema": "jaxvec.compare/1", "exit_code": code, **result.to_dict(), "replays": replays}
-    if isinstance(options.json, Path):
-        options.json.write_text(json.dumps(record, indent=2))
-    return Outcome(record, str(result), code)
-
-
-def _definition(name: str, text: str | None) -> str:
-    """Returns Python that gives `name` to what an argument says."""
-    module, _, rest = (text or "").rpartition(":")
-    return f"import {module}; {name} = {module}.{rest}" if module else f"{name} = {text!r}"
-
-
-def _add_compare_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("port", metavar="PORT", help="a Port or an env of a library, as package.module:name")
-    parser.add_argument("original", metavar="ORIGINAL", help="a Gymnasium id, or package.module:callable")
-    for name in ("--set-state", "--get-state"):
-        parser.add_argument(name, metavar="MODULE:NAME", help="function, as for jaxvec.ports.compare_port")
-    parser.add_argument("--free-running", action="store_true", help="set states only when an episode starts")
-    for name, default in {"num-envs": 64, "num-steps": 1000, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
-    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="accepted error, default 0")
-    text = "accepted difference or gap; may be repeated"
-    parser.add_argument("--ignore", metavar="NAME", action="append", default=[], help=text)
-
-
-_COMPARE = Command(
-    name="compare",
-    summary="compare a JAX port of an env with its Python original",
-    details="""\
-The command plays both sides with equal random actions (jaxvec.ports.compare_port). Without --set-state,
-episodes start from the resets of the original.
-
---json prints {"schema": "jaxvec.compare/1", "exit_code": CODE, "differences": [NAME], "untested": {NAME:
-TEXT}, "replays": {NAME: PYTHON}, …}, or writes it to FILE. A replay is a program that repeats the largest
-difference. Comparison.to_dict describes the other fields.
-
-example:
-jaxvec compare my_port:port my_envs:Env --set-state my_port:set_state --json out.json""",
-    run=_run_compare,
-    add_arguments=_add_compare_arguments,
-    json={"metavar": "FILE", "nargs": "?", "const": True, "type": Path, "help": f"{_JSON}, or write it"},
-)
-
-
 # --- new -------------------------------------------------------------------------------------------------
 
 _EXAMPLES = Path(jaxvec.__file__).parent / "examples"
@@ -509,7 +437,7 @@ makes the records. A record is a pickle, which can run any code: replay only rec
 
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _COMPARE, _NEW, _TOP, _STACK, _REPLAY)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _STACK, _REPLAY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -540,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "KeyboardInterrupt" not in str(error):
             raise
         return _fail(command, "interrupted", INTERRUPTED)
-    text = json.dumps(outcome.record, indent=2) if options.json is True else outcome.text
+    text = json.dumps(outcome.record, indent=2) if options.json else outcome.text
     for paragraph in [text] if isinstance(text, str) else text:
         print(paragraph, flush=True)
     return outcome.code
@@ -566,7 +494,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.set_defaults(command=command)
         command.add_arguments(sub)
-        sub.add_argument("--json", **command.json)
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 

@@ -24,8 +24,6 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _make
 from jaxvec.cli import UsageError, _in_workers
 
-_ID = r"-v\d+$"  # end of a Gymnasium id
-
 
 @dataclass(frozen=True)
 class Target:
@@ -103,7 +101,7 @@ def _resolve(options: Namespace) -> Target:
     module, _, rest = name.rpartition(":")
     if module:
         imported = _import(name, module)
-        if not re.search(_ID, rest):
+        if not re.search(r"-v\d+$", rest):
             return _checked(target(name, _callable(name, imported, rest)))
     elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
         _import(name, package, f"pip install {constructors.PACKAGES.get(package, package)}")
@@ -131,25 +129,13 @@ def _import(name: str, module: str, advice: str = "") -> Any:
         raise UsageError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
 
 
-def load(name: str) -> Any:
-    """Returns the object of "package.module:name". A Gymnasium id stays one."""
-    module, _, rest = name.rpartition(":")
-    if not module or re.search(_ID, rest):
-        return name
-    return _attribute(name, _import(name, module), rest)
-
-
-def _attribute(name: str, module: Any, rest: str) -> Any:
+def _callable(name: str, module: Any, rest: str) -> Any:
     try:
-        return operator.attrgetter(rest)(module)
+        target = operator.attrgetter(rest)(module)
     except AttributeError as error:
         raise UsageError(
             f"{name}: module {module.__name__!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
         ) from error
-
-
-def _callable(name: str, module: Any, rest: str) -> Any:
-    target = _attribute(name, module, rest)
     if not callable(target):
         raise UsageError(
             f"{name} must be a callable that returns an env, not of type {type(target).__name__}"
