@@ -77,7 +77,7 @@ def test_code_is_copied_as_it_was_written(site, window):
 @pytest.mark.parametrize(("code", "pages"), CODE.items())
 def test_the_search_box_finds_code(window, code, pages):
     window.goto("")
-    window.get_by_role("textbox", name="Search").fill(code)
+    window.get_by_role("textbox", name="Search").press_sequentially(code)  # the theme searches at each key
     results = window.locator(".md-search-result__item")
     results.first.wait_for()
     found = [result.locator("a").first.get_attribute("href") for result in results.all()[:3]]
