@@ -123,6 +123,6 @@ def _from_words(words: jax.Array, place: int, struct: Struct) -> jax.Array:
     # A bitcast would be enough, but each would be a copy on a GPU. XLA fuses a shift, even by 0, with what
     # reads the leaf, and launches all of these at once, as a CUDA graph.
     bits = 8 * dtype.itemsize
-    stored = part >> np.arange(0, 8 * WORD, bits, dtype=np.uint32)
+    stored = part >> np.arange(0, 8 * WORD, bits, dtype=np.uint32)[None]
     values = stored.astype(f"uint{bits}").reshape(-1)[:size].reshape(struct.shape)
     return values != 0 if dtype == np.bool_ else jax.lax.bitcast_convert_type(values, dtype)
