@@ -34,33 +34,38 @@ poll.register(1, 0)  # POLLERR, reported in any case: no worker is left
 poll.poll({CLOSE_TIMEOUT * 1000})
 """
 
-# These guarded by `_lock`. Both ends of the lifeline, of that of spawned workers, and of the keeper's stdin.
-_pipes: tuple[int, ...] = ()
+# Guarded by `_lock`. Read and write ends of this process's pipes, by what they are for.
+_pipes: dict[str, tuple[int, int]] = {}
 _keeper: subprocess.Popen[bytes] | None = None
 _lock = threading.Lock()
 
 
 def read_end(*, is_kept: bool = False) -> int:
     """Returns the read end of this process's lifeline, or of the one with a keeper, for child processes."""
-    global _pipes, _keeper
+    global _keeper
     with _lock:
-        _pipes = _pipes or os.pipe()
+        lifeline, _ = _pipe("workers")
         if not is_kept:
-            return _pipes[0]
-        if len(_pipes) == 2:
-            _pipes += os.pipe() + os.pipe()
-            os.write(_pipes[-1], _KEEPER.encode())
-        *_, kept, held, source, _ = _pipes
+            return lifeline
+        kept_lifeline, held_by_keeper = _pipe("spawned workers")
         if _keeper is None:
+            stdin, source = _pipe("keeper")
             _keeper = subprocess.Popen(
                 [sys.executable, "-IS", "-"],
-                stdin=source,
-                stdout=held,
+                stdin=stdin,
+                stdout=held_by_keeper,
                 stderr=subprocess.DEVNULL,
                 process_group=0,  # a terminal sends Ctrl-C to the program's group only
             )
             _keeper.returncode = 0  # keeps Popen from warning that it still runs
-        return kept
+            os.write(source, _KEEPER.encode())
+        return kept_lifeline
+
+
+def _pipe(purpose: str) -> tuple[int, int]:
+    if purpose not in _pipes:
+        _pipes[purpose] = os.pipe()
+    return _pipes[purpose]
 
 
 def hold(lifeline: int) -> int:
@@ -116,11 +121,12 @@ def release(lifeline: int) -> IO[bytes]:
 
 def _close_in_fork() -> None:
     # A fork of the program must not hold the write end, which would keep workers alive after the program.
-    global _pipes, _keeper, _lock
+    global _keeper, _lock
     _lock = threading.Lock()  # another thread may have held it
-    for descriptor in _pipes:
-        os.close(descriptor)
-    _pipes = ()
+    for read, write in _pipes.values():
+        os.close(read)
+        os.close(write)
+    _pipes.clear()
     _keeper = None
 
 
