@@ -162,8 +162,9 @@ class ProcessWorkers(WorkerGroup):
         except BaseException:
             self.close(timeout=0)
             raise
+        default = PoolConfig()
         self._needs_processes = self.description.has_jax or any(
-            getattr(recipe.config, name) != getattr(PoolConfig(), name) for name in _OPTIONS_OF_PROCESSES
+            getattr(recipe.config, name) != getattr(default, name) for name in _OPTIONS_OF_PROCESSES
         )
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
