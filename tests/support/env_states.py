@@ -7,13 +7,12 @@ import pickle
 
 import jax
 import numpy as np
-from support.probe import SlotData, SlotState, StatefulEnv, pack, prove, unpack
+from support.probe import SlotState, StatefulEnv, pack, prove, unpack
 
 
 def copied(state):
     """Returns a copy of the state, as another process receives it."""
-    (packed,) = pack([SlotState(0, state, SlotData((0, 0, 0), (0, None, None), {}, False, {}))])
-    return unpack(packed).env
+    return unpack(pack(SlotState(0, state, (0, 0, 0), (0, None, None), {}, False, {}))).env
 
 
 def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):

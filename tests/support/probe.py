@@ -23,7 +23,6 @@ from jaxvec._engine.move import Verb
 from jaxvec._engine.native_engine import CEngine
 from jaxvec._envs import failures
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, EpisodeTracker
-from jaxvec._extensions.slot_data import SlotData
 from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec._extensions.states.proof import prove
 from jaxvec._extensions.states.slot_states import SlotState, pack, unpack

@@ -13,18 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stats
 from jaxvec._engine.move import Verb
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn
+from jaxvec._envs.envs import EnvErrorContext, EnvFailure
 from jaxvec._envs.slice import SliceExtension
 from jaxvec._extensions.states.env_states import EnvSnapshot
 from jaxvec._extensions.states.proof import ForkedProcessEnded, call_in_fork, patience, prove
-from jaxvec._extensions.states.simulator import Simulator, Stepper
+from jaxvec._extensions.states.simulator import Simulator
 from jaxvec._extensions.states.slot_states import LostStates, SlotState, SlotStates, StateTable, pack, unpack
-from jaxvec._memory.segment import Arrays
 from jaxvec._options import States
-from jaxvec._spec import PoolSpec
 
 
 class SliceStates(SliceExtension):
@@ -32,31 +29,20 @@ class SliceStates(SliceExtension):
 
     def __init__(self, env_slice: EnvSlice, options: States) -> None:
         self._slice = env_slice
-        self._options = options
+        self._first = env_slice.first
         self._states = SlotStates(env_slice, options)
         self._slots = env_slice.slots
-        self._first = env_slice.first
-        self._spec = env_slice.spec
         self._arrays = env_slice.arrays
-        self._stats = env_slice.stats
         self._running = env_slice.running
-        self._table = StateTable(self._stats)
+        self._table = StateTable(env_slice.stats)
         self._received: dict[bytes, SlotState] = {}  # to be restored next
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
-        own_slots = slice(self._first, self._first + len(self._slots.envs))
-        self._numbers = self._arrays["state",][own_slots]
+        indices = range(len(env_slice.slots.envs))
+        self._numbers = self._arrays["state",][self._first : self._first + len(indices)]
         self._oldest = self._arrays["oldest_state",]
-        self._unproved = set(range(len(self._slots.envs)))  # envs without a proof of exact restores
-        # Envs without a proof that pickled copies of their states are exact, too.
-        self._unproved_copies = set(range(len(self._slots.envs)))
-        self._simulator = Simulator(
-            env_slice.slots.env_fns,
-            first=self._first,
-            running=self._running,
-            spec=self._spec,
-            stepper_of=self._stepper_of,
-            others=lambda: self._slots.named,
-        )
+        self._unproved = set(indices)  # envs without a proof of exact restores
+        self._unproved_copies = set(indices)  # and of exact pickled copies of their states
+        self._simulator = Simulator(env_slice, options)
         self.verbs = {
             Verb.SAVE: self.try_save,
             Verb.RESTORE: self.try_restore,
@@ -64,7 +50,7 @@ class SliceStates(SliceExtension):
         }
 
     def env_built(self, index: int) -> None:
-        self._states.note_built(index)
+        self._states.stateful[index] = self._states.observe(self._slots.envs[index])
 
     def close(self) -> None:
         self._simulator.close()
@@ -103,8 +89,8 @@ class SliceStates(SliceExtension):
         arrays = self._arrays
         part = slice(arrays["first_simulated",][slots[0]], self._numbers[index])
         before, after = (arrays[name,][part] for name in ("simulated_before", "simulated_after"))
-        actions = [arrays[("simulated", *leaf.path)][part] for leaf in self._spec.action_leaves]
-        rows = [arrays[("saved", *leaf.path)] for leaf in self._spec.timestep_leaves]
+        actions = [arrays[("simulated", *leaf.path)][part] for leaf in self._slice.spec.action_leaves]
+        rows = [arrays[("saved", *leaf.path)] for leaf in self._slice.spec.timestep_leaves]
         with suppress(BaseException):
             self._simulate(before.tolist(), after, actions, int(self._oldest[0]), rows, after % len(rows[0]))
             self._numbers[index] = 0
@@ -127,7 +113,7 @@ class SliceStates(SliceExtension):
                     index = slot - self._first
                     self._running[0] = slot + 1
                     if index in self._unproved:
-                        self._prove(slot)
+                        self._prove(index, self._unproved)
                     states.append(self._states.save(index, slot))
             except BaseException as error:
                 raise EnvFailure(slot, "save") from error
@@ -152,7 +138,7 @@ class SliceStates(SliceExtension):
                 for slot, source in zip(slots, sources, strict=True):
                     self._running[0] = slot + 1
                     if isinstance(source, int):
-                        state = self._table[source]
+                        state = self._table.states[source]
                     else:
                         state = self._received.get(source) or unpack(source)
                     self._states.restore(slot - self._first, state)
@@ -179,7 +165,7 @@ class SliceStates(SliceExtension):
             return LostStates(missing)
         rows = [
             np.empty((len(sources), *leaf.shape), object if leaf.is_object else leaf.stored)
-            for leaf in self._spec.timestep_leaves
+            for leaf in self._slice.spec.timestep_leaves
         ]
         self._simulate(sources, np.array(numbers), actions, oldest, rows, np.arange(len(sources)))
         return rows
@@ -195,12 +181,8 @@ class SliceStates(SliceExtension):
     ) -> None:
         """Steps from states, keeps the next ones, and writes the time steps to these places of `rows`."""
         with self._table.evicting(oldest):
-            before = self._simulator.steps
-            states = [self._table[source] for source in sources]
-            try:
-                after = self._simulator.step(states, actions, rows, places)
-            finally:
-                self._stats[_stats.SIMULATED] += self._simulator.steps - before
+            states = [self._table.states[source] for source in sources]
+            after = self._simulator.step(states, actions, rows, places)
             self._table.add(numbers.tolist(), after)
 
     def export_states(self, numbers: Sequence[int]) -> list[bytes] | LostStates:
@@ -212,13 +194,13 @@ class SliceStates(SliceExtension):
         missing = self._table.missing(numbers)
         if missing:
             return LostStates(missing)
-        states = [self._table[number] for number in numbers]
-        with EnvErrorContext(states[0].slot if states else self._first, "export"):
-            packed = pack(states)
-        for state in states:
-            if state.slot - self._first in self._unproved_copies:
-                with EnvErrorContext(state.slot, "export"):
-                    self._prove_copies(state)
+        packed: list[bytes] = []
+        for state in map(self._table.states.__getitem__, numbers):
+            with EnvErrorContext(state.slot, "export"):
+                packed.append(pack(state))
+                index = state.slot - self._first
+                if index in self._unproved_copies:
+                    self._prove(index, self._unproved_copies, state.env)
         return packed
 
     def import_states(
@@ -249,45 +231,27 @@ class SliceStates(SliceExtension):
             states.append(state)
         return states
 
-    def _prove(self, slot: int) -> None:
-        """Proves that envs of this one's kind continue exactly from restored states, once per kind."""
-        index = slot - self._first
-        fresh = not self._slots.was_reset(index) or self._slice.episodes.is_over(index)
-        self._states.stateful[index].save()  # first: an error here needs no child
-        self._prove_apart(index, fresh=fresh)
-        self._unproved = self._without_kind(self._unproved, slot)
+    def _prove(self, index: int, unproved: set[int], copied: EnvSnapshot | None = None) -> None:
+        """Proves that envs of this one's kind continue exactly, and removes them from `unproved`.
 
-    def _prove_copies(self, state: SlotState) -> None:
-        """Proves that envs of this state's kind continue exactly from pickled copies, once per kind."""
-        index = state.slot - self._first
-        self._prove_apart(index, fresh=not self._slots.was_reset(index), copied=state.env)
-        self._unproved_copies = self._without_kind(self._unproved_copies, state.slot)
-
-    def _prove_apart(self, index: int, *, fresh: bool, copied: EnvSnapshot | None = None) -> None:
-        """Calls `prove` in a forked child if possible, so that nothing that the env can reach changes."""
+        With a state `copied`, they do so from pickled copies, else from restored states. The proof is made in
+        a forked child if possible, so that nothing that the env can reach changes.
+        """
         stateful = self._states.stateful[index]
+        fresh = not self._slots.was_reset(index) or self._slice.episodes.is_over(index)
+        stateful.save()  # first: an error here needs no child
         infos = self._slice.rows.infos
         infos[index] = deepcopy(infos[index])  # the env may reuse the dict that it returned
         proof = partial(prove, stateful, fresh=fresh, copied=copied)
         with self._slots.unlent(index):
             if self._slice.in_program or not hasattr(os, "fork"):
                 proof()
-                return
-            try:
-                call_in_fork(lambda progress: proof(progress=progress), stateful.env, patience(self._stats))
-            except ForkedProcessEnded as error:
-                slot = self._first + index
-                warnings.warn(f"the states of env {slot} are used without a proof: {error}", stacklevel=1)
-
-    def _without_kind(self, indices: set[int], slot: int) -> set[int]:
-        kind = self._simulator.kind
-        return {index for index in indices if kind(self._first + index) != kind(slot)}
-
-    def _stepper_of(self, envs: list[Env], env_fn: EnvFn, spec: PoolSpec, arrays: Arrays) -> Stepper:
-        """Returns the stepper of a slice of envs that hold no slot of the pool."""
-        env_fns = [env_fn] * len(envs)
-        config = self._slice.config
-        other = EnvSlice(
-            envs, env_fns, first=0, worker=0, spec=spec, arrays=arrays, config=config, lends=False
-        )
-        return SlotStates(other, self._options).step_from
+            else:
+                try:
+                    seconds = patience(self._slice.stats)
+                    call_in_fork(lambda progress: proof(progress=progress), stateful.env, seconds)
+                except ForkedProcessEnded as error:
+                    text = f"the states of env {self._first + index} are used without a proof: {error}"
+                    warnings.warn(text, stacklevel=1)
+        kinds = self._simulator.kinds
+        unproved.difference_update([other for other in unproved if kinds[other] == kinds[index]])

@@ -1,7 +1,7 @@
 """The states of slots: how a worker saves, restores, keeps and pickles them.
 
 env and its wrappers --StatefulEnv.save--> EnvSnapshot --+
-the rest of the slot ------SlotData.of---> SlotData --+--> SlotState --StateTable.add--> table, by number
+the rest of the slot ------------------------------------+--> SlotState --StateTable.add--> table, by number
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxvec import _stats
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import Env
+from jaxvec._envs.episodes import IDLE, SavedEpisode
 from jaxvec._errors import EnvStateError
-from jaxvec._extensions.slot_data import SlotData
 from jaxvec._extensions.states.env_states import EnvSnapshot, StatefulEnv
 from jaxvec._extensions.states.snapshots.pickling import dumps, size_of
+from jaxvec._leaves import KeyPath
 from jaxvec._options import States
 
+_EMPTY: dict[Any, Any] = {}  # shared by states, which never change
 _MAX_UNMEASURED = 1024  # states between two measurements of their size
 
 
@@ -36,7 +39,11 @@ class SlotState(NamedTuple):
 
     slot: int  # the slot that it was saved from
     env: EnvSnapshot  # of the env and its wrappers
-    data: SlotData  # of everything else
+    episode: SavedEpisode
+    resets: tuple[int, int | None, Any]  # from `SlotEnvs.save`
+    info: dict[str, Any]  # the raw info of the last reset or step
+    is_final: bool  # True if the row contains the last step of an episode
+    objects: dict[KeyPath, Any]  # the leaves of the row that are Python objects
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class StateTable:
     """The states of a slice by number. The parent assigns the numbers in increasing order, each once."""
 
     def __init__(self, stats: memoryview) -> None:
-        self.by_number: dict[int, SlotState] = {}
+        self.states: dict[int, SlotState] = {}
         self._in_order: deque[int] = deque()  # the numbers
         self._stats = stats  # the worker's row of statistics
         self._size = 0
@@ -58,13 +65,10 @@ class StateTable:
         self._between = 1
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        return [number for number in numbers if number not in self.by_number]
-
-    def __getitem__(self, number: int) -> SlotState:
-        return self.by_number[number]
+        return [number for number in numbers if number not in self.states]
 
     def add(self, numbers: Sequence[int], states: Sequence[SlotState]) -> None:
-        self.by_number.update(zip(numbers, states, strict=True))
+        self.states.update(zip(numbers, states, strict=True))
         self._in_order.extend(numbers)
         # Measuring a state costs more than keeping it, so it is done less and less often.
         self._until_measured -= len(states)
@@ -83,22 +87,19 @@ class StateTable:
         finally:
             numbers = self._in_order
             while numbers and numbers[0] < oldest:
-                del self.by_number[numbers.popleft()]
-            self._stats[_stats.STATE_BYTES] = len(self.by_number) * self._size
+                del self.states[numbers.popleft()]
+            self._stats[_stats.STATE_BYTES] = len(self.states) * self._size
 
 
-def pack(states: Iterable[SlotState]) -> list[bytes]:
-    """Pickles states for another process; raises `EnvStateError` if that fails."""
-    packed: list[bytes] = []
-    for state in states:
-        try:
-            packed.append(dumps(state))
-        except Exception as error:
-            raise EnvStateError(
-                f"the state of env {state.slot} can't be pickled, so it can't leave its process: {error}; "
-                "pass States(functions=(get_state, set_state)) with states that can be pickled"
-            ) from error
-    return packed
+def pack(state: SlotState) -> bytes:
+    """Pickles a state for another process; raises `EnvStateError` if that fails."""
+    try:
+        return dumps(state)
+    except Exception as error:
+        raise EnvStateError(
+            f"the state of env {state.slot} can't be pickled, so it can't leave its process: {error}; "
+            "pass States(functions=(get_state, set_state)) with states that can be pickled"
+        ) from error
 
 
 def unpack(packed: bytes) -> SlotState:
@@ -124,7 +125,7 @@ class SlotStates:
     """
 
     def __init__(self, env_slice: EnvSlice, options: States) -> None:
-        self._slice = env_slice
+        self.env_slice = env_slice
         self._options = options
         envs = env_slice.slots.envs
         by_id = {id(env): self.observe(env) for env in envs}  # all slots of a simulator share one env
@@ -134,17 +135,36 @@ class SlotStates:
         """Returns the object that saves the state of an env that was never reset."""
         return StatefulEnv(env, self._options.functions, tuple(self._options.trust))
 
-    def note_built(self, index: int) -> None:
-        self.stateful[index] = self.observe(self._slice.slots.envs[index])
-
     def save(self, index: int, slot: int) -> SlotState:
-        """Returns the state of the env at `index`, labelled with `slot`."""
-        data = SlotData.of(self._slice, index)
-        return SlotState(slot, self.stateful[index].save(), data)
+        """Returns the state of the env at `index`, labelled with `slot`.
+
+        Raises:
+            EnvStateError: The env waits for a reset after a fault, or its state can't be saved.
+        """
+        env_slice = self.env_slice
+        if env_slice.episodes.state[index] > IDLE:
+            raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
+        rows = env_slice.rows
+        return SlotState(
+            slot,
+            self.stateful[index].save(),
+            env_slice.episodes.save(index),
+            env_slice.slots.save(index),
+            deepcopy(rows.infos[index]) or _EMPTY,
+            rows.final.is_written(index),
+            {path: column[index] for path, column in rows.objects.items()} or _EMPTY,
+        )
 
     def restore(self, index: int, state: SlotState) -> None:
         """Restores a state, except its row of the segment."""
-        state.data.restore(self._slice, index, self._restore_env(index, state))
+        env_slice = self.env_slice
+        env_slice.slots.restore(index, self._restore_env(index, state), state.resets)
+        env_slice.episodes.restore(index, state.episode)
+        rows = env_slice.rows
+        rows.take_info(index, deepcopy(state.info))
+        rows.final.note_written(index, is_written=state.is_final)
+        for path, value in state.objects.items():
+            rows.objects[path][index] = value
 
     def step_from(self, states: Sequence[SlotState], after: list[SlotState], running: memoryview) -> None:
         """Steps the envs of the first rows from `states`, and appends each next state to `after`.
@@ -152,16 +172,16 @@ class SlotStates:
         All rows share one env, so each state is restored when the step before it is saved. `running` gets the
         slot of each state in turn.
         """
-        env_slice = self._slice
+        env_slice = self.env_slice
         last = len(states) - 1
         for index, state in enumerate(states):
-            env_slice.episodes.restore(index, state.data.episode)
+            env_slice.episodes.restore(index, state.episode)
             env_slice.episodes.clear_marks(index)  # the row may contain flags of another state
 
         def restore(index: int) -> None:
-            running[0] = states[index].slot + 1
             state = states[index]
-            env_slice.slots.restore(index, self._restore_env(index, state), state.data.resets)
+            running[0] = state.slot + 1
+            env_slice.slots.restore(index, self._restore_env(index, state), state.resets)
 
         def save_and_restore_next(index: int, count: int) -> None:
             after.append(self.save(index, states[index].slot))
