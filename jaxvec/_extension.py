@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,7 +22,7 @@ if TYPE_CHECKING:  # each process imports its own half only
     from jaxvec._workers.interpreter import Interpreter
 
 
-class Extension(ABC):
+class Extension:
     """A subsystem of a pool beside the core.
 
     Attributes:
@@ -38,13 +37,11 @@ class Extension(ABC):
         """Returns arrays that it needs in the segment, whose memory is taken when it is touched."""
         return ()
 
-    @abstractmethod
-    def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
-        """Returns its half in a worker, for a slice with envs that were never reset."""
+    def on_slice(self, env_slice: EnvSlice) -> SliceExtension | None:
+        """Returns its half in a worker, if it has one, for a slice with envs that were never reset."""
 
-    @abstractmethod
-    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
-        """Returns its half in the program, given the arrays of the segment."""
+    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension | None:
+        """Returns its half in the program, if it has one, given the arrays of the segment."""
 
 
 # Each returns the extension that the options of a pool need, or `None`.

@@ -48,7 +48,9 @@ from jaxvec._options import PoolConfig
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import SpanRecorder
 
-OnSlice: TypeAlias = Callable[["EnvSlice"], SliceExtension]  # makes the half of an extension in a worker
+OnSlice: TypeAlias = Callable[
+    ["EnvSlice"], SliceExtension | None
+]  # makes the half of an extension in a worker
 
 
 class _Selection(NamedTuple):
@@ -153,7 +155,8 @@ class EnvSlice(Slice):
         self.spec = spec
         self.arrays = arrays
         self.config = config
-        self.extensions = [extend(self) for extend in on_slice]
+        halves = [extend(self) for extend in on_slice]
+        self.extensions = [half for half in halves if half is not None]
         self.verbs = merge(extension.verbs for extension in self.extensions)
         for extension in self.extensions:
             self.prepare = extension.prepare or self.prepare

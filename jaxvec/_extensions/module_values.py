@@ -26,13 +26,10 @@ import numpy as np
 
 from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.envs import layers_of
-from jaxvec._envs.slice import SliceExtension
 from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays
-from jaxvec._pool.pool_extension import PoolExtension
 
 if TYPE_CHECKING:
-    from jaxvec._envs.env_slice import EnvSlice
     from jaxvec._pool.pool import Pool
 
 # By module and place, such as "Cart.gravity": the text of a number or string, or the hash of a function.
@@ -47,10 +44,7 @@ _CONSTANTS = {"__builtins__": {}, "math": math, "np": np, "numpy": np}
 class ValuesExtension(Extension):
     """The comparison of a pool's workers with the program, which it makes once, when the pool starts."""
 
-    def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
-        return SliceExtension()
-
-    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
+    def on_pool(self, pool: Pool, arrays: Arrays) -> None:
         values: ModuleValues = {}
         for answer in pool.workers.request(EnvAccess.map, _read_each, limit="start"):
             # Not the error of a worker that was replaced meanwhile.
@@ -60,7 +54,6 @@ class ValuesExtension(Extension):
             stack = traceback.walk_stack(inspect.currentframe())
             own = takewhile(lambda entry: entry[0].f_globals["__name__"].startswith("jaxvec."), stack)
             warnings.warn(text, stacklevel=len([*own]) + 1)
-        return PoolExtension()
 
 
 def _read_each(first: int, stop: int) -> tuple[Any, ...]:

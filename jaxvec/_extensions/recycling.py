@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 
 from jaxvec._envs.slice import Retirement, SliceExtension
 from jaxvec._extension import Extension
-from jaxvec._memory.segment import Arrays
 from jaxvec._options import Recycle
-from jaxvec._pool.pool_extension import PoolExtension
 from jaxvec._stats import STEPS, family_of, memory_of
 
 if TYPE_CHECKING:
     from jaxvec._envs.env_slice import EnvSlice
-    from jaxvec._pool.pool import Pool
 
 _LOOK_INTERVAL_NS = 100_000_000  # between reads of /proc, which take about 50 µs
 
@@ -30,9 +27,6 @@ class Recycling(Extension):
 
     def on_slice(self, env_slice: EnvSlice) -> Usage:
         return Usage(self.limits, env_slice.stats)
-
-    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
-        return PoolExtension()  # the supervisor does all that is left
 
 
 class Usage(SliceExtension):

@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any
 from jaxvec._arguments import derive_seeds
 from jaxvec._envs.slice import SliceExtension
 from jaxvec._extension import Extension
-from jaxvec._memory.segment import Arrays
-from jaxvec._pool.pool_extension import PoolExtension
 from jaxvec._tracing import span
 
 if TYPE_CHECKING:
     from jaxvec._envs.env_slice import EnvSlice
-    from jaxvec._pool.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,6 @@ class SpareEnvs(Extension):
 
     def on_slice(self, env_slice: EnvSlice) -> SliceExtension:
         return SliceSpares(env_slice)
-
-    def on_pool(self, pool: Pool, arrays: Arrays) -> PoolExtension:
-        return PoolExtension()
 
 
 @dataclass

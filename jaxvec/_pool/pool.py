@@ -86,7 +86,7 @@ class Pool:
         timeouts: Timeouts,
         resets_required: bool,
         extended: Sequence[ArrayType] = (),
-        on_pool: Sequence[Callable[[Pool, Arrays], PoolExtension]] = (),
+        on_pool: Sequence[Callable[[Pool, Arrays], PoolExtension | None]] = (),
     ) -> None:
         """Attaches the workers to a new segment.
 
@@ -134,7 +134,8 @@ class Pool:
         self.env_calls: EnvCalls = EnvCalls(
             workers, self.state, self.engine, slices=slices, raw_info=self.views.raw_info
         )
-        self._extensions = [extend(self, arrays) for extend in on_pool]
+        halves = [extend(self, arrays) for extend in on_pool]
+        self._extensions = [half for half in halves if half is not None]
         self._operations = merge(
             {verb: partial(operation, extension) for verb, operation in extension.verbs.items()}
             for extension in self._extensions

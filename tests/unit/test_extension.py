@@ -91,9 +91,6 @@ class OneStep(Extension):
         )
         return half
 
-    def on_pool(self, pool, arrays):
-        return PoolExtension()
-
 
 def test_an_extension_may_have_a_worker_replaced(monkeypatch, caplog):
     monkeypatch.setattr(_extension, "extensions", [lambda config: OneStep()])
