@@ -149,13 +149,15 @@ class MoveResult(NamedTuple):  # a frozen dataclass would cost half a microsecon
     recorded: bool = False  # C++ has recorded the span of the call
 
 
+# Fields of `State` in engine.h, which says who writes what.
+_LAST_CALLER, _OPEN, _NUM_SERVED, _DEVICES, STEPS_NS = range(5)
+
 _NO_SLOTS: NDArray[np.int_] = np.zeros(0, np.int_)  # for a caller that only has to be inside
 
 
 class Engine(ABC):
     """Moves the envs of a pool, for one thread at a time."""
 
-    last_caller: int = 0  # `Move.caller_code` of the latest move
     done_at_once: bool = False  # `dispatch` steps the envs in this thread
     # Time `[1]` of all steps of all envs by workers, from dispatch to completion. Only C++ counts it.
     steps_ns: NDArray[np.uint64] = np.zeros(1, np.uint64)
@@ -169,7 +171,7 @@ class Engine(ABC):
             len(self._pending_envs.needs_reset), self.first_generation
         )
         self._num_served_here = 0  # successful calls of compiled programs that came through Python
-        self._fast_path_closed = False
+        self._state: Any = [0, 1, 0, 0]  # the fields; `CEngine` shares them with C++
         self._process = os.getpid()  # a fork must not move envs
         self.recorder: SpanRecorder | None = None  # for Python's spans, while the pool is traced
 
@@ -200,7 +202,7 @@ class Engine(ABC):
         with self._entering() as enter:
             if not enter(*self._slots_needed(move, env_ids), 0):
                 return MoveResult(Status.BUSY)
-            if self._fast_path_closed or os.getpid() != self._process:
+            if not self._state[_OPEN] or os.getpid() != self._process:
                 return MoveResult(Status.REFUSED)
             status = self.check_handle(move)
             if status is Status.DONE and move.verb is not Verb.RECV:
@@ -322,9 +324,18 @@ class Engine(ABC):
     # --- Checks and handles. The caller is inside. ---------------------------------------------------------
 
     @property
+    def last_caller(self) -> int:
+        """`Move.caller_code` of the latest move."""
+        return self._state[_LAST_CALLER]
+
+    @last_caller.setter
+    def last_caller(self, code: int) -> None:
+        self._state[_LAST_CALLER] = code
+
+    @property
     def num_served(self) -> int:
         """Number of successful calls of compiled programs, modulo 2**32."""
-        return self._num_served_here % 2**32
+        return (self._state[_NUM_SERVED] + self._num_served_here) % 2**32
 
     def count_success(self) -> None:
         """Counts a call of a program that came through Python and succeeded."""
@@ -356,12 +367,13 @@ class Engine(ABC):
     def wait_for_copies(self) -> None:  # noqa: B027 - a default
         """Waits until no GPU copies from the segment; cuda.cc lists the callers that need not."""
 
-    def allow_gpu(self) -> None:  # noqa: B027 - a default
+    def allow_gpu(self) -> None:
         """Allows programs on a GPU to move envs without Python."""
+        self._state[_DEVICES] = 1
 
     def close_fast_path(self) -> None:
         """Makes every later move return `REFUSED`, because the pool is closed or broken."""
-        self._fast_path_closed = True
+        self._state[_OPEN] = 0
 
     def start_trace(self, capacity: int) -> None:  # noqa: B027 - a default
         """Starts to record the latest `capacity` spans of C++."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._engine.dispatch import ParentDispatch
-from jaxvec._engine.engine import FOREVER_NS, Engine, EngineConfig, MoveResult, Status
+from jaxvec._engine.engine import FOREVER_NS, STEPS_NS, Engine, EngineConfig, MoveResult, Status
 from jaxvec._engine.move import VERBS, Caller, Move, name_caller
 from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
@@ -18,7 +18,6 @@ from jaxvec._tracing import Span, Trace
 _WAIT = 200_000_000  # ns; the longest wait in C++, during which no Python signal handler can run
 
 _STATUSES = tuple(Status)
-_LAST_CALLER, _OPEN, _NUM_SERVED, _DEVICES, _STEPS_NS = range(5)  # fields of `State` in engine.h
 # `Span` in trace.h
 _SPAN = np.dtype([("start", np.int64), ("end", np.int64), ("thread", np.uint32), ("what", np.uint32)])
 _PARTS = ("write actions", "dispatch", "wait for workers", "copy results")
@@ -82,20 +81,8 @@ class CEngine(Engine):
                 "step_here": step_here,
             }
         )
-        self._state = state.data  # `State` in engine.h, which says who writes what
-        self.steps_ns = state[_STEPS_NS:].view(np.uint64)
-
-    @property
-    def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._state[_LAST_CALLER]
-
-    @last_caller.setter
-    def last_caller(self, code: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._state[_LAST_CALLER] = code
-
-    @property
-    def num_served(self) -> int:
-        return (self._state[_NUM_SERVED] + self._num_served_here) % 2**32
+        self._state = state.data
+        self.steps_ns = state[STEPS_NS:].view(np.uint64)
 
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
         return self._native.enter(slots, exclusive, int(seconds * 1e9))
@@ -145,13 +132,6 @@ class CEngine(Engine):
 
     def wait_for_copies(self) -> None:
         self._native.wait_for_copies()
-
-    def allow_gpu(self) -> None:
-        self._state[_DEVICES] = 1
-
-    def close_fast_path(self) -> None:
-        super().close_fast_path()
-        self._state[_OPEN] = 0
 
     def start_trace(self, capacity: int) -> None:
         self._native.start_trace(capacity)

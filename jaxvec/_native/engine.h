@@ -46,7 +46,7 @@ bool is_token(const Array& array);
 // Verbs of an engine besides `Operation`; the numbers are those of `Verb` in move.py.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
-// Fields of an engine that Python reads and writes, in the order of native_engine.py. Plain fields belong to
+// Fields of an engine that Python reads and writes, in the order of engine.py. Plain fields belong to
 // the thread inside.
 struct State {
   uint32_t last_caller;              // `Move.caller_code` (move.py) of the latest move
