@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
-from jaxvec._arguments import Options, merge_options
+from jaxvec._arguments import Options
 from jaxvec._engine.move import Verb
 from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.envs import EnvFailure
@@ -35,13 +35,9 @@ class EnvSettings:
 
     def __init__(self, pack: Callable[[Any], Any]) -> None:
         self._pack = pack  # copies or pickles a value, so that later changes by its owner have no effect
-        self._options: Options = {}
+        self.options: Options = {}  # of the envs' latest resets
         self._attributes: dict[int, dict[str, Any]] = {}
         self._called: set[int] = set()
-
-    def reset(self, slots: NDArray[Any], options: Options) -> None:
-        """Records the options of a reset of `slots`."""
-        self._options = merge_options(self._options, options, slots)
 
     def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
         packed: dict[int, Any] = {}  # by identity: often all envs share one large value
@@ -56,7 +52,7 @@ class EnvSettings:
 
     def of(self, slot: int) -> SlotSettings | None:
         """Returns the settings of a new env in a slot; `None` if it needs none."""
-        options = self._options.get(slot)
+        options = self.options.get(slot)
         attributes = self._attributes.get(slot)
         if options is None and attributes is None:
             return None

@@ -408,8 +408,8 @@ class Pool:
             with self.state.breaking():
                 self.workers.set_options(merged)
             self._options = merged
-        if self.workers.env_settings is not None:
-            self.workers.env_settings.reset(chosen, options)
+            if self.workers.env_settings is not None:
+                self.workers.env_settings.options = merged
         with self.state.breaking():
             self.engine.dispatch(Verb.RESET, chosen, self.pending_envs.queue if pending else chosen)
         self.pending_envs.needs_reset[chosen] = False
