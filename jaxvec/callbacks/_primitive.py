@@ -202,6 +202,11 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
             f'transport="ffi" can\'t serve a program over {shards} devices; use jax.shard_map, where each '
             'device steps its own envs, or transport="auto", where one device steps all envs'
         )
+    if ctx.module_context.lowering_parameters.for_export and (transport, platform) != ("ffi", "cuda"):
+        raise NotImplementedError(
+            f"jax.export can't store {call.verb.function}, which calls the pool of this process: export the "
+            "function of the policy alone, and step the envs around it"
+        )
     if transport == "ffi":
         _ffi.prepare(call, ctx.avals_in, platform=platform, copies=_copies(devices))
         fun = partial(_ffi.call, call, platform=platform)

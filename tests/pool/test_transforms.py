@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from jax import export
 from jax.experimental import io_callback
 from jax.experimental.compute_on import compute_on
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -727,6 +728,16 @@ def test_a_mesh_with_automatic_axes_is_refused(make, transport):
     step = jax.shard_map(jaxvec.step, mesh=mesh, in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
     with pytest.raises(NotImplementedError, match=r"^leave out axis_names .*JAX shards \['m'\] by itself"):
         jax.jit(step)(handle, jnp.zeros(2, int))
+
+
+@pytest.mark.jax_version
+@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+def test_a_program_with_a_step_can_not_be_exported(make, transport):
+    envs = make(CountingEnv, 2, transport=transport)
+    handle, _ = jaxvec.reset(envs, seed=0)
+    advice = r"^jax\.export can't store jaxvec\.step, .*export the function of the policy alone"
+    with pytest.raises(NotImplementedError, match=advice):
+        export.export(jax.jit(jaxvec.step))(handle, jnp.zeros(2, int))
 
 
 def test_sequential_vmap_allows_predicates_that_differ(make):
