@@ -19,17 +19,20 @@ from jaxvec._errors import ActionError, EnvIdError
 from jaxvec._leaves import DictNode, Leaf, Node, PaddedNode, format_path, leaves
 from jaxvec._spec import PoolSpec
 
-_MAX_SEED = 2**63 - 1
-NO_SEED = -(2**63)  # marks an env that gets no seed
+# A seed is an array of words, lowest first, so that there is room for an env's `np_random_seed` of 128 bits.
+SEED_WORDS = 3
+_MAX_SEED = 2 ** (64 * SEED_WORDS - 1) - 1
+NO_SEED = -(2**63)  # the words of an env that gets no seed
 
 
-def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
-    """Returns int64 seeds, `[num_envs]`, with `NO_SEED` for envs without a seed; `None` if `seed` is `None`.
+def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64]:
+    """Returns the words of each env's seed, `[num_envs, SEED_WORDS]` int64; see `read_seed`.
 
     An int gives env *i* the seed `seed + i`; a sequence has an int or `None` per env.
     """
+    words = np.full((num_envs, SEED_WORDS), NO_SEED)
     if seed is None:
-        return None
+        return words
     if np.ndim(seed) == 0:
         first = _index(seed)
         seeds: list[int | None] = [first + i for i in range(num_envs)]
@@ -38,9 +41,16 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
         if len(seeds) != num_envs:
             raise ValueError(f"seed: got {len(seeds)} seeds for {num_envs} envs; pass one, or one per env")
     for env_id, env_seed in enumerate(seeds):
-        if env_seed is not None and not 0 <= env_seed <= _MAX_SEED:
-            raise ValueError(_out_of_range(env_seed, env_id))
-    return np.array([NO_SEED if env_seed is None else env_seed for env_seed in seeds], np.int64)
+        if env_seed is not None:
+            if not 0 <= env_seed <= _MAX_SEED:
+                raise ValueError(_out_of_range(env_seed, env_id))
+            words[env_id] = np.frombuffer(env_seed.to_bytes(8 * SEED_WORDS, "little"), "<i8")
+    return words
+
+
+def read_seed(words: NDArray[np.int64]) -> int | None:
+    """Returns the seed of one env from its words; `None` for an env without a seed."""
+    return None if words[-1] == NO_SEED else int.from_bytes(words.tobytes(), "little", signed=True)
 
 
 def derive_seeds(seed: int, *numbers: int) -> int:
@@ -48,11 +58,12 @@ def derive_seeds(seed: int, *numbers: int) -> int:
     return int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0])
 
 
-def check_seeds(seeds: NDArray[np.int64]) -> None:
-    """Raises `ValueError` if one of `seeds`, in the form that `expand_seeds` returns, is out of range."""
-    wrong = np.flatnonzero((seeds < 0) & (seeds != NO_SEED))
-    if wrong.size:
-        raise ValueError(_out_of_range(int(seeds[wrong[0]]), int(wrong[0])))
+def check_seeds(words: NDArray[np.int64]) -> None:
+    """Raises `ValueError` if a seed, in the form that `expand_seeds` returns, is negative."""
+    highest = words[:, -1]
+    env_id = find_first((highest < 0) & (highest != NO_SEED))
+    if env_id is not None:
+        raise ValueError(_out_of_range(read_seed(words[env_id]), env_id))
 
 
 def check_mask(mask: Any, num_envs: int, as_array: Callable[[Any], Any] = np.asarray) -> Any:
@@ -64,8 +75,8 @@ def check_mask(mask: Any, num_envs: int, as_array: Callable[[Any], Any] = np.asa
     return mask
 
 
-def _out_of_range(seed: int, env_id: int) -> str:
-    return f"seed {seed} of env {env_id} is out of range (0 to 2**63 - 1); larger ones fit as seed % 2**63"
+def _out_of_range(seed: int | None, env_id: int) -> str:
+    return f"seed {seed} of env {env_id} is out of range (0 to 2**191 - 1); larger ones fit as seed % 2**191"
 
 
 def _index(seed: Any) -> int:

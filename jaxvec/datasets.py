@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._arguments import NO_SEED, expand_options, expand_seeds
+from jaxvec._arguments import expand_options, expand_seeds, read_seed
 from jaxvec._leaves import build
 from jaxvec._results import TimeStep
 from jaxvec._vector_env import VectorEnv
@@ -111,10 +111,7 @@ class Recorder:
         timestep, mask = jax.device_get((timestep, np.ones(num_envs, np.bool_) if mask is None else mask))
         seeds = expand_seeds(seed, num_envs)
         options_of_envs = expand_options(options, np.arange(num_envs))
-        seeds_of_envs = [
-            None if seeds is None or seeds[i] == NO_SEED else int(seeds[i]) for i in range(num_envs)
-        ]
-        resets = [(seeds_of_envs[i], options_of_envs.get(i)) for i in range(num_envs)]
+        resets = [(read_seed(seeds[i]), options_of_envs.get(i)) for i in range(num_envs)]
         rows = self._rows(self._no_action, timestep)
         self._waiting.append(partial(self._restart, mask, rows, resets))
         self._last = np.where(mask, _progress(timestep), self._last)

@@ -17,7 +17,7 @@ from gymnasium import Space, spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from jaxvec import _stats
-from jaxvec._arguments import NO_SEED, derive_seeds
+from jaxvec._arguments import NO_SEED, derive_seeds, read_seed
 from jaxvec._envs.envs import (
     SPARE,
     Env,
@@ -265,7 +265,7 @@ class SlotEnvs:
 
     def given_seed(self, index: int) -> int | None:
         """Returns the seed in the segment, which the program gave for this reset."""
-        return None if self._seeds[index] == NO_SEED else int(self._seeds[index])
+        return read_seed(self._seeds[index])
 
     def autoreset(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Resets an env after its episode, or the env that takes its slot."""
@@ -357,7 +357,7 @@ class SlotEnvs:
         if seed is None:
             seed = self.new_seeds.get(index)
         else:
-            self._last_seeds[index] = seed
+            self._last_seeds[index] = seed % (2**63 - 1)  # new seeds are derived from it
         if index in self._unlent:
             self._unlent.remove(index)
             self._lend(index)

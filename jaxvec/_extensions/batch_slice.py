@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._arguments import NO_SEED
+from jaxvec._arguments import read_seed
 from jaxvec._envs.env_access import EnvAccess
 from jaxvec._envs.env_rows import WITHOUT_FINAL_OBS, one_of
 from jaxvec._envs.env_slice import OnSlice
@@ -345,14 +345,13 @@ class BatchSlice(Slice):
             self._write_each(self._write_row[child.path], rows, parts)
 
 
-def _as_seed(seeds: NDArray[np.int64]) -> Any:
+def _as_seed(words: NDArray[np.int64]) -> Any:
     """Returns seeds in the simplest equivalent form, because not all batched envs accept lists."""
-    is_seeded = seeds != NO_SEED
-    if not is_seeded.any():
-        return None
-    if is_seeded.all() and (np.diff(seeds) == 1).all():
-        return int(seeds[0])
-    return [int(seed) if seeded else None for seed, seeded in zip(seeds, is_seeded, strict=True)]
+    seeds = [*map(read_seed, words)]
+    first = seeds[0]
+    if first is None:
+        return None if seeds.count(None) == len(seeds) else seeds
+    return first if seeds == [*range(first, first + len(seeds))] else seeds
 
 
 def _final_obs(node: Node, info: Mapping[str, Any], row: int) -> Any:

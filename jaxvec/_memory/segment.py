@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
+from jaxvec._arguments import SEED_WORDS
 from jaxvec._leaves import KeyPath, format_path
 from jaxvec._spec import PoolSpec
 from jaxvec._util import free_memory
@@ -177,9 +178,9 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[ArrayType]:
         if not leaf.is_object:
             yield leaf.path, (n, *leaf.shape), leaf.stored
     yield ("raw_info",), (n,), np.dtype(np.uint8)  # `InfoKind`, written by workers
-    yield ("seed",), (n,), np.dtype(np.int64)  # of the next reset; see `_arguments.py`
+    yield ("seed",), (n, SEED_WORDS), np.dtype(np.int64)  # of the next reset; see `_arguments.py`
     # The following outlive a worker: only it writes them, and its replacement continues with them.
-    yield ("last_seed",), (n,), np.dtype(np.int64)  # latest seed of the env
+    yield ("last_seed",), (n,), np.dtype(np.int64)  # latest seed of the env, modulo 2**63 - 1
     yield ("rebuilds",), (n,), np.dtype(np.uint32)  # number of times that the env was rebuilt
     if spec.has_fault:  # results that the program has received, kept during a step; see `_envs/episodes.py`
         for leaf in spec.kept_leaves:
@@ -338,7 +339,7 @@ class Views:
     """Views of a segment for the calls of a pool, which give their envs as `slots`, int `[n]`.
 
     Attributes:
-        seeds: Seeds of the next reset, `[num_envs]`.
+        seeds: Words of the seeds of the next reset, `[num_envs, SEED_WORDS]`.
         over: The arrays `terminated` and `truncated`, `[num_envs]`.
         stats: Counters of the workers, `[num_workers, _stats.WIDTH]`.
         raw_info: `InfoKind` of each raw info, `[num_envs]`.

@@ -209,7 +209,7 @@ class Pool:
         """Resets envs. In a first-ready pool, it returns the batch of a `recv`.
 
         Args:
-            seeds: Seeds `[n]` int64, with `NO_SEED` for an env without one; `None` for no seeds.
+            seeds: Words of the seeds `[n, SEED_WORDS]`, see `expand_seeds`; `None` for no seeds.
             mask: Array `[n]` bool, True for the envs to reset, which must not be pending. `None` resets all
                 envs, and drops the results of pending ones.
             options: Options for the envs' `reset`, see `expand_options`, or `check_options` if they are

@@ -229,7 +229,8 @@ class DmEnv(Adapter):
         for name in ("task.random", "random_state"):
             if (random := self._optional(name, np.random.RandomState)) is not None:
                 # RandomState accepts integers of 32 bits. A small seed gives the stream of RandomState(seed).
-                random.seed(seed if seed < 2**32 else [seed % 2**32, seed // 2**32])
+                words = [seed >> shift & 0xFFFFFFFF for shift in range(0, seed.bit_length(), 32)]
+                random.seed(seed if seed < 2**32 else words)
                 return
         raise TypeError(
             f"reset: {type(self.adapted).__name__} has no RandomState to seed; give DmEnv a function with a "

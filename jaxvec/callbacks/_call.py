@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._arguments import cast_operands, check_seeds
+from jaxvec._arguments import SEED_WORDS, cast_operands, check_seeds
 from jaxvec._engine.move import Caller, Move, Verb
 from jaxvec._errors import EnvDataError, EnvIdError
 from jaxvec._leaves import Leaf, build
@@ -41,7 +41,7 @@ class Call:
     The first operand and the first result are the token, `[n, 3]` uint32. The others depend on the verb:
 
         verb      other operands                                  other results
-        RESET     seeds [n, 2] uint32 (low word, high word),      time step [n, ...]
+        RESET     words of seeds [n, 2 * SEED_WORDS] uint32,      time step [n, ...]
                   mask [n] bool, arguments [n, ...]
         STEP      action, arguments [n, ...]                      time step [n, ...]
         SEND      action, arguments [k, ...], env ids [k] int32   none
@@ -93,7 +93,7 @@ class Call:
         token = _struct((3,), np.uint32, rows)
         match self.verb:
             case Verb.RESET:
-                types = [((2,), np.uint32), ((), np.bool_), *self.arguments]
+                types = [((2 * SEED_WORDS,), np.uint32), ((), np.bool_), *self.arguments]
             case Verb.SEND:
                 types = [*self.arguments, ((), np.int32)]
             case Verb.RESTORE:
@@ -175,7 +175,7 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
             return call_envs(call, pool, move, [])
         case Verb.RESET:
             words, mask, *rows = rest
-            seeds = np.ascontiguousarray(words).view(np.int64).reshape(len(words))
+            seeds = np.ascontiguousarray(words).view(np.int64)
             check_seeds(seeds)
             options, masked = cloudpickle.loads(call.extra)
             if pool.spec.reset_options is not None and rows:

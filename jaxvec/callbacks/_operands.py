@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from numpy.typing import NDArray
 
-from jaxvec._arguments import NO_SEED, Conversion, RowName, cast_rows, check_mask, expand_seeds
+from jaxvec._arguments import SEED_WORDS, Conversion, RowName, cast_rows, check_mask, expand_seeds
 from jaxvec._leaves import Leaf
 
 
@@ -55,7 +55,7 @@ PROGRAM = Conversion(as_array, _cast, "; under vmap and shard_map, split the han
 
 
 def seed_words(seed: Any, num_envs: int) -> jax.Array:
-    """Returns the low and high word of each env's seed, `[num_envs, 2]` uint32.
+    """Returns the words of each env's seed, `[num_envs, 2 * SEED_WORDS]` uint32, lowest first.
 
     `seed` is as in `expand_seeds`, but may be traced, or a JAX key from which each env's seed is drawn.
     """
@@ -64,22 +64,21 @@ def seed_words(seed: Any, num_envs: int) -> jax.Array:
         seed = jax.random.bits(seed, (num_envs,), np.uint32) >> 1
     if not isinstance(seed, Tracer):
         seeds = expand_seeds(np.asarray(seed) if isinstance(seed, jax.Array) else seed, num_envs)
-        seeds = np.full(num_envs, NO_SEED) if seeds is None else seeds
-        return jnp.asarray(seeds.astype("<i8").view("<u4").reshape(num_envs, 2))
+        return jnp.asarray(seeds.view("<u4"))
     if not jnp.issubdtype(seed.dtype, np.integer) or seed.shape not in ((), (num_envs,)):
         raise TypeError(
             f"seed must be an integer or {num_envs} of them, or a key; got {seed.dtype} of shape {seed.shape}"
         )
     low = seed.astype(np.uint32)
-    if seed.dtype.itemsize == 8:
-        high = (seed >> 32).astype(np.uint32)
-    else:  # sign-extended, so that the error for a negative seed shows its value
-        high = jnp.where(seed < 0, ~np.uint32(0), np.uint32(0))
+    is_long = seed.dtype.itemsize == 8
+    high = (seed >> 32).astype(np.uint32) if is_long else jnp.where(seed < 0, ~np.uint32(0), np.uint32(0))
     if seed.ndim == 0:
         first = low
         low = low + jnp.arange(num_envs, dtype=np.uint32)
         high = high + (low < first).astype(np.uint32)  # the carry of the addition
-    return jnp.stack([low, high], axis=-1)
+    # Sign-extended, so that the error for a negative seed shows its value.
+    higher = jnp.where(high >> 31, ~np.uint32(0), np.uint32(0))
+    return jnp.stack([low, high, *[higher] * (2 * SEED_WORDS - 2)], axis=-1)
 
 
 def mask_array(mask: Any, num_envs: int) -> jax.Array:

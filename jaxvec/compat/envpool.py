@@ -159,7 +159,7 @@ class EnvPool(ABC):
         self.metadata: dict[str, Any] = vector_env.metadata
         self.render_mode: str | None = vector_env.render_mode
         self._pool = pool_of(vector_env)
-        self._seeds = self._expand(seed)  # of each env's next reset, `NO_SEED` after its first one
+        self._seeds = expand_seeds(seed, len(self))  # of each env's next reset, `NO_SEED` after its first one
         self._reset_options = reset_options
         self._sent: list[int] = []  # pending envs in the order of `send`; unused in an asynchronous pool
 
@@ -203,7 +203,7 @@ class EnvPool(ABC):
         if len(ids) < len(self):
             mask = np.zeros(len(self), np.bool_)
             mask[ids] = True
-        seeds = np.full(len(self), NO_SEED)
+        seeds = expand_seeds(None, len(self))
         seeds[ids] = self._seeds[ids]
         move = self._pool.move_all(Verb.RESET)
         rows = self._pool.reset(move, seeds=seeds, mask=mask, options=self._reset_options)
@@ -217,7 +217,7 @@ class EnvPool(ABC):
         """Starts a reset of all envs without waiting. `recv` returns the results."""
         move = self._pool.move_all(Verb.RESET)
         self._pool.reset_async(move, seeds=self._seeds, mask=None, options=self._reset_options)
-        self._seeds = np.full(len(self), NO_SEED)
+        self._seeds = expand_seeds(None, len(self))
         self._sent.clear()
 
     def step(self, action: Any, env_id: Any = None) -> Any:
@@ -367,10 +367,6 @@ class EnvPool(ABC):
             rows = [row[order] for row in rows]
         timestep = self.vector_env.spec.build_timestep(rows)
         return self._convert(timestep, reset=reset, return_info=return_info)
-
-    def _expand(self, seed: Any) -> NDArray[np.int64]:
-        seeds = expand_seeds(seed, len(self))
-        return np.full(len(self), NO_SEED) if seeds is None else seeds
 
     def _check_ids(self, env_id: Any) -> NDArray[Any]:
         """Returns `[k]` ids. `env_id` may be a single number."""
@@ -543,7 +539,7 @@ class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # p
                 raise ValueError('give env_id or options["reset_mask"], not both')
             env_id = np.flatnonzero(mask)
         if seed is not None:
-            self._seeds = self._expand(seed)
+            self._seeds = expand_seeds(seed, len(self))
         return super().reset(env_id)
 
     def _convert(self, timestep: TimeStep[Any], *, reset: bool = False, return_info: bool = True) -> Any:

@@ -104,6 +104,22 @@ def test_the_same_data_as_gymnasium(face, kind, mode):
     theirs.close()
 
 
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**64 + 1, [2**127, None, 7], None], ids=str)
+def test_seeds_of_any_size_are_as_gymnasiums(face, seed):
+    """Also those that Gymnasium draws for envs without one, which repeat an episode."""
+    env_fns = [partial(NestedEnv, 5)] * 3
+    ours, theirs = face(env_fns), gymnasium.vector.SyncVectorEnv(env_fns)
+    if seed is None:
+        theirs.reset()
+        seed = list(theirs.np_random_seed)
+        assert max(seed) >= 2**63
+    for envs in (ours, theirs):
+        envs.reset(seed=3)
+    assert data_equivalence(ours.reset(seed=seed), theirs.reset(seed=seed))
+    assert ours.np_random_seed == theirs.np_random_seed
+    theirs.close()
+
+
 @pytest.mark.parametrize("vector_env", [SyncVectorEnv, gymnasium.vector.SyncVectorEnv])
 def test_without_autoreset_an_env_that_ended_is_not_stepped(vector_env):
     envs = vector_env(

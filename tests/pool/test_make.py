@@ -440,6 +440,11 @@ def test_seeds_reach_the_envs(make, backend):
     assert seeds() == [10, 11, 12]
     envs.reset(seed=[5, None, 2**40])
     assert seeds() == [5, -1, 2**40]
+    large = [2**191 - 1, None, 2**63]
+    envs.reset(seed=large)
+    assert seeds() == [2**191 - 1, -1, 2**63]
+    jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs, seed=large))())
+    assert seeds() == [2**191 - 1, -1, 2**63]
     envs.reset()
     assert seeds() == [-1, -1, -1]
     jaxvec.reset(envs, seed=2**40)
@@ -500,6 +505,7 @@ def test_old_style_keys_of_the_default_implementation(make, implementation, num_
     ("kwargs", "text"),
     [
         ({"seed": -1}, "seed -1 of env 0"),
+        ({"seed": 2**191 - 1}, r"of env 1 is out of range .*seed % 2\*\*191"),
         ({"seed": [1, 2]}, "2 seeds for 3 envs"),
         ({"seed": 1.5}, "seed must be an integer"),
         ({"mask": np.ones(2, bool)}, r"mask must be bool of shape \(3,\)"),

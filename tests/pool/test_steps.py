@@ -387,7 +387,7 @@ def test_of_seeds_out_of_range_the_first_is_named_with_its_env(envs, jit):
     def program(seeds):
         return jaxvec.reset(envs, seed=seeds)
 
-    with pool_moves(envs), raises(envs, ValueError, r"seed -2 of env 1 is out of range .*seed % 2\*\*63"):
+    with pool_moves(envs), raises(envs, ValueError, r"seed -2 of env 1 is out of range .*seed % 2\*\*191"):
         jax.block_until_ready((jax.jit(program) if jit else program)(jnp.array([1, -2, -3])))
 
 
