@@ -471,7 +471,7 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
     return EnvState(ids), spec.build_timestep(rows)
 
 
-# --- Parts of these functions, and of `EnvFamily` ---------------------------------------------------------
+# --- Parts of these functions, and of `PooledEnv` ---------------------------------------------------------
 
 
 def fresh_handle(envs: VectorEnv, num_envs: int) -> Handle:

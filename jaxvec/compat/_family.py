@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any, Self, final
+from typing import Any, Self
 
 import jax
 
@@ -36,12 +36,12 @@ _FIXED_OPTIONS = {
 }
 
 
-@final
-class EnvFamily:
-    """Pools of the same env, one per number of envs that a program has reset.
+class PooledEnv:
+    """A single env, and the pools that run it: one per number of envs that a program has reset. Abstract.
 
     The first pool has one env; it provides the spaces and serves programs without `vmap`. A reset of *n* envs
-    makes the handles of earlier resets of *n* envs stale.
+    makes the handles of earlier resets of *n* envs stale. The pools are closed by `close`, by `with`, or when
+    the env is garbage-collected. A compiled function keeps a reference to the env.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class EnvFamily:
                 return make(env, num_envs, num_workers=most and min(most, num_envs), **kwargs)
 
         self._start: Callable[[int], VectorEnv] = start
-        self.first: VectorEnv = start(1)
-        self._pools = {1: self.first}  # grows under `_starting`; other threads read copies
+        self._first: VectorEnv = start(1)
+        self._pools = {1: self._first}  # grows under `_starting`; other threads read copies
         self._starting = threading.Lock()  # held while a pool starts; `close` does not take it
-        self.closed: bool = False
-        registry.publish_family(pool_of(self.first).id, self.pool)
+        self._closed = False
+        registry.publish_family(pool_of(self._first).id, self._pool)
 
     @property
     def pools(self) -> Mapping[int, VectorEnv]:
-        """The started pools, by number of envs."""
+        """The pools started so far, by their number of envs. They offer `stats`, `infos`, `call` and more."""
         return MappingProxyType(self._pools)
 
-    def pool(self, num_envs: int) -> Pool:
+    def _pool(self, num_envs: int) -> Pool:
         """Returns the pool of `num_envs` envs, and starts it if necessary.
 
         Programs call this at run time, so it must not start JAX programs. Raises `PoolClosedError`,
@@ -90,39 +90,41 @@ class EnvFamily:
             if num_envs not in self._pools:
                 self._check_open()
                 envs = self._start(num_envs)
-                if envs.spec.fingerprint != self.first.spec.fingerprint:
+                if envs.spec.fingerprint != self._first.spec.fingerprint:
                     envs.close()
                     raise SpaceMismatchError(
                         f"the spaces or info of {num_envs} envs differ from those of the first env"
                     )
                 self._pools[num_envs] = envs
-                if self.closed:  # by another thread, while the pool started
+                if self._closed:  # by another thread, while the pool started
                     envs.close()
                     self._check_open()
         return pool_of(self._pools[num_envs])
 
-    def reset(self, seed: Any, *, options: dict[str, Any] | None = None) -> tuple[Handle, TimeStep]:
+    def _reset(self, seed: Any, options: dict[str, Any] | None = None) -> tuple[Handle, TimeStep]:
         """Resets one env, or under `vmap`, however nested, one env per instance with a single dispatch.
 
         `seed` is an integer, a JAX key, or `None`; `options` are fixed at trace time, unless the pool
         declares them. Returns a handle with a token `[1, 3]`, and the time step without an env axis.
         """
-        handle = _functions.fresh_handle(self.first, 1)
+        handle = _functions.fresh_handle(self._first, 1)
         handle, timestep = _functions.bind_reset(handle, seed, None, options, fresh=True, elastic=True)
         return handle, _first(timestep)
 
-    def step(self, handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Handle, TimeStep]:
+    def _step(self, handle: Handle, action: Any, reset_options: Any = None) -> tuple[Handle, TimeStep]:
         """Steps one env, or under `vmap` one env per instance, with a single dispatch; see `jaxvec.step`."""
         batch = jax.tree.map(lambda leaf: as_array(leaf)[None], action)
         handle, timestep = _functions.step(handle, batch, reset_options=reset_options)
         return handle, _first(timestep)
 
     def raise_if_failed(self) -> None:
+        """Raises the typed error behind a failure of a compiled program, if there was one."""
         for envs in [*self._pools.values()]:
             envs.raise_if_failed()
 
     def close(self) -> None:
-        self.closed = True
+        """Closes all pools. May be called more than once."""
+        self._closed = True
         for envs in [*self._pools.values()]:
             envs.close()
 
@@ -130,20 +132,20 @@ class EnvFamily:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Closes all pools. If a program failed because of a pool, raises the pool's typed error."""
-        self.closed = True
+        """Closes all pools. Raises a pool's typed error if a program failed because of that pool."""
+        self._closed = True
         stack = ExitStack()
         for envs in [*self._pools.values()]:
             stack.push(envs)
         stack.__exit__(kind, error, trace)
 
     def _check_open(self) -> None:
-        process = pool_of(self.first).finalizer.process
+        process = pool_of(self._first).finalizer.process
         if os.getpid() != process:
             raise PoolClosedError(
                 f"the env belongs to process {process}, and this process is a fork of it; make a new env"
             )
-        if self.closed:
+        if self._closed:
             raise PoolClosedError("the env is closed; make a new env")
 
 
@@ -154,34 +156,3 @@ _enable_x64: Any = _place.enable_x64
 
 def _first(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[0], tree)
-
-
-class PooledEnv:
-    """Base class of the APIs of single envs. Owns the pools of its `EnvFamily`.
-
-    The pools are closed by `close`, by `with`, or when the env is garbage-collected. A compiled function
-    keeps a reference to the env.
-    """
-
-    def __init__(self, family: EnvFamily) -> None:
-        self._family = family
-
-    @property
-    def pools(self) -> Mapping[int, VectorEnv]:
-        """The pools started so far, by their number of envs. They offer `stats`, `infos`, `call` and more."""
-        return self._family.pools
-
-    def raise_if_failed(self) -> None:
-        """Raises the typed error behind a failure of a compiled program, if there was one."""
-        self._family.raise_if_failed()
-
-    def close(self) -> None:
-        """Closes all pools. May be called more than once."""
-        self._family.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Closes all pools. Raises a pool's typed error if a program failed because of that pool."""
-        self._family.__exit__(*error)

@@ -28,7 +28,7 @@ from jaxvec._results import TimeStep
 from jaxvec.adapters._packages import import_optional
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat._base import merge_final_info
-from jaxvec.compat._family import EnvFamily, PooledEnv
+from jaxvec.compat._family import PooledEnv
 
 __all__ = ["Env", "make", "wrap"]
 
@@ -64,9 +64,10 @@ class Env(PooledEnv):
         ```
     """
 
-    def __init__(self, family: EnvFamily, *, scale_actions: bool) -> None:
-        super().__init__(family)
-        self._bounds = _bounds(family.first.single_action_space) if scale_actions else None
+    def __init__(self, env: Any, *, scale_actions: bool, **options: Any) -> None:
+        """Starts a pool of one env; see `make`."""
+        super().__init__(env, **options)
+        self._bounds = _bounds(self._first.single_action_space) if scale_actions else None
 
     def reset(self, rng: jax.Array) -> Any:
         """Resets the env, or under `vmap` one env per vmapped instance.
@@ -84,7 +85,7 @@ class Env(PooledEnv):
                 `jaxvec.make`.
         """
         state_class = _classes()[1]
-        return state_class(pipeline_state=None, metrics={}, **_fields(*self._family.reset(rng)))
+        return state_class(pipeline_state=None, metrics={}, **_fields(*self._reset(rng)))
 
     def step(self, state: Any, action: Any) -> Any:
         """Steps the env, or under `vmap` the env of each instance. Resets it if its episode ends.
@@ -104,7 +105,7 @@ class Env(PooledEnv):
         if self._bounds is not None:
             low, high = self._bounds
             action = jnp.clip(low + (jnp.asarray(action) + 1) / 2 * (high - low), low, high)
-        fields = _fields(*self._family.step(state.info["handle"], action))
+        fields = _fields(*self._step(state.info["handle"], action))
         fields["info"] = {**state.info, **fields["info"]}
         if "first_obs" in state.info:  # set by brax's `AutoResetWrapper`
             fields["info"]["first_obs"] = fields["obs"]
@@ -113,7 +114,7 @@ class Env(PooledEnv):
     @property
     def observation_size(self) -> Any:
         """The length of a flat observation, otherwise its shape; a dict of these for a `Dict` space."""
-        return _observation_size(self._family.first.single_observation_space)
+        return _observation_size(self._first.single_observation_space)
 
     @property
     def action_size(self) -> int:
@@ -122,7 +123,7 @@ class Env(PooledEnv):
         Raises:
             UnsupportedSpaceError: the action space is another one.
         """
-        match space := self._family.first.single_action_space:
+        match space := self._first.single_action_space:
             case spaces.Discrete():
                 return int(space.n)
             case spaces.Box() if len(space.shape) == 1:
@@ -168,7 +169,7 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
         ```
     """
     env_class = _classes()[0]
-    return env_class(EnvFamily(env, **kwargs), scale_actions=scale_actions)
+    return env_class(env, scale_actions=scale_actions, **kwargs)
 
 
 def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomization_fn: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """gymnax's API over a Python env: `env, params = make("CartPole-v1")`, with `reset` and `step` of one env.
 
 The env is a single env, to be vmapped. All vmapped instances are stepped in one dispatch, however nested the
-`vmap`. The number of instances is known when a program's reset runs: `EnvFamily` then starts a pool of that
+`vmap`. The number of instances is known when a program's reset runs: the env then starts a pool of that
 many envs, and reuses it for later resets of as many envs. Each reset makes earlier states of its pool stale,
 including those of other programs. To train and evaluate alternately on equally many envs, make two envs.
 """
@@ -22,7 +22,7 @@ from jax.custom_batching import custom_vmap
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat import _base, _spaces
-from jaxvec.compat._family import EnvFamily, PooledEnv
+from jaxvec.compat._family import PooledEnv
 
 __all__ = ["EnvParams", "EnvState", "Environment", "evaluate", "make"]
 
@@ -99,11 +99,13 @@ class Environment(PooledEnv):
         ```
     """
 
-    def __init__(self, family: EnvFamily, *, name: str, num_returns: Literal[5, 6]) -> None:
-        super().__init__(family)
+    def __init__(self, env: Any, *, num_returns: Literal[5, 6], **options: Any) -> None:
+        """Starts a pool of one env; see `make`."""
+        super().__init__(env, **options)
         self._num_returns = num_returns
-        self._max_steps = _base.max_episode_steps(family.first)
-        self.name = name
+        self._max_steps = _base.max_episode_steps(self._first)
+        name = env if isinstance(env, str) else getattr(env, "id", None) or getattr(env, "__name__", None)
+        self.name: str = name or type(env).__name__
 
     @property
     def default_params(self) -> EnvParams:
@@ -117,7 +119,7 @@ class Environment(PooledEnv):
         Raises:
             UnsupportedSpaceError: the action space is another one.
         """
-        space = self._family.first.single_action_space
+        space = self._first.single_action_space
         match space:
             case spaces.Discrete():
                 return int(space.n)
@@ -142,7 +144,7 @@ class Environment(PooledEnv):
             JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of
                 `jaxvec.make`.
         """
-        handle, timestep = self._family.reset(key, options=self._options(params))
+        handle, timestep = self._reset(key, self._options(params))
         return timestep.obs, EnvState(handle, jnp.zeros((), np.int32))
 
     def step(self, key: jax.Array, state: EnvState, action: Any, params: EnvParams | None = None) -> Any:
@@ -170,7 +172,7 @@ class Environment(PooledEnv):
         options = self._options(params)
         if not isinstance(state, EnvState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"step takes the state that reset or step returned, got {type(state).__name__}")
-        handle, timestep = self._family.step(state.handle, action, reset_options=options)
+        handle, timestep = self._step(state.handle, action, options)
         obs, reward, terminated, truncated, _ = timestep
         done = timestep.done
         info, last_obs = _base.pop_final_obs(_base.merge_final_info(timestep))
@@ -186,11 +188,11 @@ class Environment(PooledEnv):
 
     def action_space(self, params: EnvParams | None = None) -> Any:
         """Returns gymnax's space of actions, or Gymnasium's if gymnax is not installed."""
-        return _spaces.to_gymnax_space(self._family.first.single_action_space, "action")
+        return _spaces.to_gymnax_space(self._first.single_action_space, "action")
 
     def observation_space(self, params: EnvParams | None = None) -> Any:
         """Returns gymnax's space of observations, or Gymnasium's if gymnax is not installed."""
-        return _spaces.to_gymnax_space(self._family.first.single_observation_space, "obs")
+        return _spaces.to_gymnax_space(self._first.single_observation_space, "obs")
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # as it stands for processes; rejax copies its configuration
@@ -210,7 +212,7 @@ class Environment(PooledEnv):
                 f"params: max_steps_in_episode is {self._max_steps}, not {limit}; pass the limit to "
                 "jaxvec.compat.gymnax.make(env, max_episode_steps=…) instead"
             )
-        if params.reset_options is not None and self._family.first.spec.reset_options is None:
+        if params.reset_options is not None and self._first.spec.reset_options is None:
             raise TypeError("params: declare reset_options with make(reset_options=spaces.Dict(...)) first")
         return params.reset_options
 
@@ -247,10 +249,8 @@ def make(
     if num_returns not in (5, 6):
         raise ValueError(f"num_returns must be 5 or 6, not {num_returns!r}")
     keep = num_returns == 6 if final_obs is None else final_obs
-    name = env if isinstance(env, str) else getattr(env, "id", None) or getattr(env, "__name__", None)
-    family = EnvFamily(env, final_obs=keep, **kwargs)
-    made = Environment(family, name=name or type(env).__name__, num_returns=num_returns)
-    return made, made.default_params
+    pooled = Environment(env, num_returns=num_returns, final_obs=keep, **kwargs)
+    return pooled, pooled.default_params
 
 
 def evaluate(

@@ -16,7 +16,7 @@ import pytest
 from gymnasium import spaces
 from support import probe
 from support.disasters import PATIENCE, closing_all
-from support.probe import EnvFamily, _spaces, pool_of
+from support.probe import _spaces, pool_of, registry
 
 import jaxvec
 from jaxvec.compat import gymnax as face
@@ -200,9 +200,11 @@ def test_resetting_as_many_lanes_again_makes_the_older_state_stale(make, no_jax_
 
 def test_a_pool_that_another_thread_starts_has_the_dtypes_of_the_first():
     with jax.enable_x64(True):
-        family = EnvFamily(CountingEnv)
-    with family, ThreadPoolExecutor(1) as threads:  # as XLA, in a thread without the setting
-        for pool in (pool_of(family.first), threads.submit(family.pool, 2).result(timeout=60)):
+        env, _ = face.make(CountingEnv)
+    first = pool_of(env.pools[1])
+    with env, ThreadPoolExecutor(1) as threads:  # as XLA, in a thread without the setting
+        second = threads.submit(registry.find, first.id, first.spec.fingerprint, 2).result(timeout=60)
+        for pool in (first, second):
             assert [leaf.stored for leaf in pool.spec.action_leaves] == [np.int64]
 
 

@@ -34,6 +34,7 @@ from jaxvec._memory import segment as segment_module
 from jaxvec._memory.segment import Marks, split_evenly
 from jaxvec._options import PoolConfig
 from jaxvec._pool import pool as pool_module
+from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._results import LastObsTimeStep
 from jaxvec._spec import Autoreset, EnvSpaces, make_spec
@@ -52,7 +53,6 @@ from jaxvec.callbacks._packing import Packing
 from jaxvec.cli import _main
 from jaxvec.cli._main import main
 from jaxvec.compat import _spaces
-from jaxvec.compat._family import EnvFamily
 
 
 def _pool(envs: jaxvec.VectorEnv | Pool) -> Pool:
