@@ -11,8 +11,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from jaxvec import _start
-from jaxvec._errors import EnvError
-from jaxvec._leaves import as_is
+from jaxvec._errors import EnvDataError, EnvError
+from jaxvec._leaves import Leaf, Node, as_is, map_leaves
 from jaxvec._options import AutoresetName, PoolConfig, Timeouts
 from jaxvec._results import STATISTICS, TimeStep
 from jaxvec._vector_env import VectorEnv
@@ -62,6 +62,30 @@ def start_pool(
         resets_required=False,
         shares_values=shares_values,
     )
+
+
+# No generator: that would turn `StopIteration` into `RuntimeError`, and cost a microsecond of each step.
+class AsRaised:
+    """Raises an env's own exception instead of `EnvError`, unless it could not be pickled."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # For `EnvDataError`, jaxvec found wrong data, so there is no exception of the env.
+        if isinstance(error, EnvError) and not isinstance(error, EnvDataError) and error.__cause__:
+            raise error.__cause__ from error
+
+
+def row_of(node: Node, batch: Any, index: int) -> Any:
+    """Returns one env's value of a batch. It is a copy, because a view would keep the whole batch alive."""
+
+    # Integers become Python's, because most envs return them as observations of `Discrete` spaces.
+    def pick(leaf: Leaf, part: Any) -> Any:
+        if leaf.is_object:
+            return part[index]
+        return int(part[index]) if leaf.shape == () and leaf.dtype.kind in "iu" else part[index].copy()
+
+    return map_leaves(node, batch, pick)
 
 
 def max_episode_steps(envs: VectorEnv) -> int | None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from copy import deepcopy
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -39,43 +39,33 @@ from jaxvec._errors import (
     PoolClosedError,
     SpaceMismatchError,
 )
-from jaxvec._leaves import Leaf, Node, fold_space, map_leaves
+from jaxvec._leaves import Leaf, fold_space, map_leaves
 from jaxvec._memory.segment import Copies, Rows, views
 from jaxvec._options import AutoresetName
+from jaxvec._settings import check_count
 from jaxvec._spec import Autoreset, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
 from jaxvec._vector_env import pool_of
-from jaxvec.compat._base import start_pool
+from jaxvec.compat._base import AsRaised, row_of, start_pool
 
 __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]
 
 
-# No generator: that would turn `StopIteration` into `RuntimeError`, and cost a microsecond of each step.
-class _AsGymnasium(NamedTuple):
-    """Raises an env's own exception, as Gymnasium does. `name` is the name of the vector env's class."""
+class _AsGymnasium(AsRaised):
+    """Logs where an env failed and raises its own exception, as Gymnasium does."""
 
-    name: str
-
-    def __enter__(self) -> None: ...
+    def __init__(self, class_name: str) -> None:
+        self._class_name = class_name
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, PoolClosedError):
-            text = f"Trying to operate on `{self.name}`, after a call to `close()`."
+            text = f"Trying to operate on `{self._class_name}`, after a call to `close()`."
             raise ClosedEnvironmentError(text) from error
-        # For `EnvDataError`, jaxvec found wrong data, so there is no exception of the env.
-        if isinstance(error, EnvError) and not isinstance(error, EnvDataError):
-            raise_original(error)
-
-
-def raise_original(error: EnvError) -> NoReturn:
-    """Logs where an env failed and raises its exception, or `error` if the exception could not be pickled."""
-    if error.worker is not None:
-        logger.error(f"Received the following error from Worker-{error.env_id} - Shutting it down")
-        logger.error(error.remote_traceback)
-        logger.error("Raising the last exception back to the main process.")
-    if error.__cause__ is None:
-        raise error
-    raise error.__cause__ from error
+        if isinstance(error, EnvError) and not isinstance(error, EnvDataError) and error.worker is not None:
+            logger.error(f"Received the following error from Worker-{error.env_id} - Shutting it down")
+            logger.error(error.remote_traceback)
+            logger.error("Raising the last exception back to the main process.")
+        super().__exit__(kind, error, trace)
 
 
 # --- Batched infos: a dict of arrays, each with a mask ---------------------------------------------------
@@ -293,7 +283,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         infos = self._infos()
         if spec.has_final_obs:
             for env_id in info["_final_obs"].nonzero()[0].tolist():
-                final_obs = _row(spec.info.child("final_obs"), info["final_obs"], env_id)
+                final_obs = row_of(spec.info.child("final_obs"), info["final_obs"], env_id)
                 infos[env_id] = {"final_obs": final_obs, **infos[env_id]}
         if spec.has_fault:
             for env_id in info["fault"].nonzero()[0].tolist():
@@ -328,9 +318,10 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         name = type(self).__name__
         mode = self.observation_mode
         try:
-            return start_pool(
-                env_fns, autoreset_mode=self._autoreset.name, equal_spaces=mode == "same", **options
-            )
+            with self._as_gymnasium:
+                return start_pool(
+                    env_fns, autoreset_mode=self._autoreset.name, equal_spaces=mode == "same", **options
+                )
         except SpaceMismatchError as error:
             if "action space" in str(error):
                 raise RuntimeError(f"Some environments have another action space: {error}") from error
@@ -345,18 +336,6 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
                     "share a common shape and dtype."
                 )
             raise RuntimeError(f"{name}(..., observation_mode={reason} {error}") from error
-        except EnvError as error:
-            raise_original(error)
-
-
-def _row(node: Node, value: Any, index: int) -> Any:
-    # Integers become Python's, because most envs return them as observations of `Discrete` spaces.
-    def pick(leaf: Leaf, part: Any) -> Any:
-        if leaf.is_object:
-            return part[index]
-        return int(part[index]) if leaf.shape == () and leaf.dtype.kind in "iu" else part[index].copy()
-
-    return map_leaves(node, value, pick)
 
 
 def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
@@ -466,13 +445,8 @@ class AsyncVectorEnv(PooledVectorEnv):
         if context is not None:
             multiprocessing.get_context(context)  # raises what Gymnasium would
         if max_concurrency is not None:
-            if not isinstance(max_concurrency, (int, np.integer)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(
-                    f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}."
-                )
-            if max_concurrency < 1:
-                raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
-            options.setdefault("num_workers", min(len(env_fns), usable_cores(), int(max_concurrency)))
+            most = check_count("max_concurrency", max_concurrency, 1)
+            options.setdefault("num_workers", min(len(env_fns), usable_cores(), most))
         self.shared_memory = shared_memory
         self.context = context
         self.daemon = daemon

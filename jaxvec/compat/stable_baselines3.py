@@ -6,14 +6,13 @@ Methods without a docstring behave as in `stable_baselines3.common.vec_env.VecEn
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -22,36 +21,27 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import EXACT, check_action, expand_seeds
 from jaxvec._engine.move import Caller, Move, Verb
-from jaxvec._errors import ActionError, EnvDataError, EnvError
-from jaxvec._leaves import Leaf, Node, builder, map_leaves
+from jaxvec._errors import ActionError
+from jaxvec._leaves import Leaf, builder
 from jaxvec._memory.segment import Copies, Rows
 from jaxvec._options import Workers
 from jaxvec._spec import PoolSpec
 from jaxvec._vector_env import VectorEnv, pool_of
-from jaxvec.adapters._packages import optional_imports
-from jaxvec.compat._base import start_pool
+from jaxvec.adapters._packages import import_optional
+from jaxvec.compat._base import AsRaised, row_of, start_pool
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
 
 __all__ = ["DummyVecEnv", "SubprocVecEnv"]
 
-if TYPE_CHECKING:
-
-    class _VecEnv:
-        """Stands for Stable-Baselines3's class, which may not be installed where types are checked."""
-
-        def __init__(self, num_envs: int, observation_space: Any, action_space: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-    with optional_imports("jaxvec.compat.stable_baselines3", "sb3"):
-        _VecEnv = importlib.import_module("stable_baselines3.common.vec_env").VecEnv
+_base_module = import_optional("stable_baselines3.common.vec_env", "jaxvec.compat.stable_baselines3", "sb3")
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]
 
+_AS_RAISED = AsRaised()
 _FIXED_OPTIONS = {"autoreset_mode", "batch_size", "envs_per_instance", "final_obs"}
 
 
-class _PooledVecEnv(_VecEnv):
+class _PooledVecEnv(_base_module.VecEnv):
     """A `stable_baselines3.common.vec_env.VecEnv` over a pool. Abstract."""
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], options: dict[str, Any]) -> None:
@@ -206,7 +196,7 @@ class _PooledVecEnv(_VecEnv):
         for env_id in ended:
             infos[env_id]["TimeLimit.truncated"] = not terminated[env_id]
             if ends["_final_obs"][env_id]:
-                last_obs = _row(spec.obs, ends["final_obs"], env_id)
+                last_obs = row_of(spec.obs, ends["final_obs"], env_id)
             else:  # it does not fit the space
                 last_obs = self.reset_infos[env_id].pop("final_obs")
             infos[env_id]["terminal_observation"] = last_obs
@@ -322,20 +312,6 @@ def _build(envs: list[Any], place: int, env_fn: Callable[[], Any]) -> Any:
     return envs[place]
 
 
-class _AsRaised:
-    """Raises an env's own exception instead of `EnvError`, unless it could not be pickled."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # For `EnvDataError`, jaxvec found wrong data, so there is no exception of the env.
-        if isinstance(error, EnvError) and not isinstance(error, EnvDataError) and error.__cause__:
-            raise error.__cause__ from error
-
-
-_AS_RAISED = _AsRaised()  # one for all calls: a generator would cost half a microsecond of each step
-
-
 def _check_actions(spec: PoolSpec, actions: Any) -> tuple[list[Any], bool]:
     """Returns a batch of actions for `Pool.send`, and whether it holds one object per env."""
     # A batch is one action per env. For nested spaces, jaxvec's format is another: one array per leaf.
@@ -348,8 +324,3 @@ def _check_actions(spec: PoolSpec, actions: Any) -> tuple[list[Any], bool]:
     if len(env_actions) != spec.num_envs:
         raise ActionError(f"got {len(env_actions)} actions for {spec.num_envs} envs; pass one for each env")
     return env_actions, True
-
-
-def _row(node: Node, obs: Any, env_id: int) -> Any:
-    # A copy, because a view would keep the whole batch alive.
-    return map_leaves(node, obs, lambda leaf, part: part[env_id].copy() if leaf.shape else part[env_id])
