@@ -12,10 +12,6 @@ of the env as a termination.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import types
-from functools import cache
 from typing import Any, Self
 
 import jax
@@ -32,25 +28,12 @@ from jaxvec.compat._family import PooledEnv
 
 __all__ = ["Env", "make", "wrap"]
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Stand-in for `brax.envs.State`, for use where brax is not installed."""
-
-    pipeline_state: Any
-    obs: Any
-    reward: jax.Array
-    done: jax.Array
-    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict[str, jax.Array])
-    info: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-    def replace(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)
+_base = import_optional("brax.envs.base", "jaxvec.compat.brax", "brax")
+_training = import_optional("brax.envs.wrappers.training", "jaxvec.compat.brax", "brax")
 
 
-class Env(PooledEnv):
-    """A Python env with brax's API, and a `brax.envs.Env` if brax is installed. Create it with `make`.
+class Env(PooledEnv, _base.Env):
+    """A Python env with brax's API, and a `brax.envs.Env`. Create it with `make`.
 
     Example:
         ```python
@@ -84,8 +67,7 @@ class Env(PooledEnv):
             JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of
                 `jaxvec.make`.
         """
-        state_class = _classes()[1]
-        return state_class(pipeline_state=None, metrics={}, **_fields(*self._reset(rng)))
+        return _base.State(pipeline_state=None, metrics={}, **_fields(*self._reset(rng)))
 
     def step(self, state: Any, action: Any) -> Any:
         """Steps the env, or under `vmap` the env of each instance. Resets it if its episode ends.
@@ -153,7 +135,7 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
         **kwargs: Arguments of `jaxvec.make`, except those that set the number of envs.
 
     Returns:
-        The env. If brax is installed, it is also a `brax.envs.Env`.
+        The env, which is also a `brax.envs.Env`.
 
     Raises:
         JaxvecError: see `jaxvec.make`.
@@ -168,12 +150,11 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
         env.close()
         ```
     """
-    env_class = _classes()[0]
-    return env_class(env, scale_actions=scale_actions, **kwargs)
+    return Env(env, scale_actions=scale_actions, **kwargs)
 
 
 def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomization_fn: Any = None) -> Any:
-    """Wraps an env for brax's trainers: `ppo.train(env, wrap_env_fn=wrap, …)`. Needs brax.
+    """Wraps an env for brax's trainers: `ppo.train(env, wrap_env_fn=wrap, …)`.
 
     Applies brax's own training wrappers, and also sets `info["truncation"]` where the env was truncated.
 
@@ -188,7 +169,6 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
         The wrapped env, which steps batches `[num_envs, ...]`.
 
     Raises:
-        ImportError: brax is not installed.
         ValueError: `action_repeat` is not 1, or `randomization_fn` is given.
 
     Example:
@@ -208,19 +188,18 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
         )
     if randomization_fn is not None:
         raise ValueError("randomization_fn: a Python env has no brax System; randomize it in its reset")
-    training = import_optional("brax.envs.wrappers.training", "jaxvec.compat.brax.wrap", "brax")
-    base: Any = importlib.import_module("brax.envs.base")
+    return _TruncationWrapper(_training.wrap(env, episode_length, action_repeat))
 
-    class TruncationWrapper(base.Wrapper):
-        # Brax's `EpisodeWrapper` reports only its own time limit as a truncation, not the env's.
-        def step(self, state: Any, action: Any) -> Any:
-            state = self.env.step(state, action)
-            env = state.info["env"]
-            cut = (env["truncated"] & ~env["terminated"]).astype(np.float32)
-            truncation = jnp.maximum(state.info["truncation"], cut)
-            return state.replace(info={**state.info, "truncation": truncation})
 
-    return TruncationWrapper(training.wrap(env, episode_length, action_repeat))
+class _TruncationWrapper(_base.Wrapper):
+    """Reports the env's own truncations, too: brax's `EpisodeWrapper` has only those by its time limit."""
+
+    def step(self, state: Any, action: Any) -> Any:
+        state = self.env.step(state, action)
+        env = state.info["env"]
+        cut = (env["truncated"] & ~env["terminated"]).astype(np.float32)
+        truncation = jnp.maximum(state.info["truncation"], cut)
+        return state.replace(info={**state.info, "truncation": truncation})
 
 
 def _fields(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
@@ -236,12 +215,9 @@ def _fields(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
 
 def _bounds(space: Space[Any]) -> tuple[jax.Array, jax.Array] | None:
     """Returns the finite bounds of a float `Box`, to which actions are scaled."""
-    if not isinstance(space, spaces.Box) or np.dtype(space.dtype).kind != "f":
-        return None
-    low, high = (np.asarray(bound) for bound in (space.low, space.high))
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        return None
-    return jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32)
+    if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f" and space.is_bounded():
+        return jnp.asarray(space.low, jnp.float32), jnp.asarray(space.high, jnp.float32)
+    return None
 
 
 def _observation_size(space: Space[Any]) -> Any:
@@ -249,13 +225,3 @@ def _observation_size(space: Space[Any]) -> Any:
         return {key: _observation_size(child) for key, child in space.spaces.items()}
     shape = space.shape or ()
     return shape[0] if len(shape) == 1 else shape
-
-
-@cache
-def _classes() -> tuple[type[Env], Any]:
-    """Returns the classes of envs and states, which are brax's if it is installed."""
-    try:
-        base = importlib.import_module("brax.envs.base")  # takes seconds, so not when this module is imported
-    except ImportError:
-        return Env, State
-    return types.new_class("Env", (Env, base.Env)), base.State

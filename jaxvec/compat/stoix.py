@@ -19,11 +19,17 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._leaves import KeyPath, fold_space, format_path
 from jaxvec._results import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.adapters._packages import optional_imports
+from jaxvec.adapters._packages import import_optional
 from jaxvec.compat import _base, envpool
 from jaxvec.compat.envpool import Task
 
 __all__ = ["EnvFactory", "StoaVectorEnv", "register"]
+
+_stoa = import_optional("stoa", "jaxvec.compat.stoix", "stoix")
+# As NumPy's numbers: stoa's are arrays on a device.
+_FIRST, _MID, _TERMINATED, _TRUNCATED = (
+    np.int8(getattr(_stoa.StepType, name)) for name in ("FIRST", "MID", "TERMINATED", "TRUNCATED")
+)
 
 
 @final
@@ -79,10 +85,8 @@ class EnvFactory:
         """Starts a pool and returns it as a `StoaVectorEnv`, wrapped by `apply_wrapper_fn`.
 
         Raises:
-            ImportError: stoa is not installed.
             JaxvecError: see `jaxvec.make`.
         """
-        _stoa()
         with self.lock:
             seed = self.seed
             self.seed += num_envs
@@ -151,11 +155,6 @@ class StoaVectorEnv:
         self._has_games = task.atari is not None
         self.num_envs: int = envs.num_envs
         self._seed: int | None = seed
-        stoa = _stoa()
-        self._new = stoa.TimeStep
-        types = (stoa.StepType.FIRST, stoa.StepType.MID, stoa.StepType.TERMINATED, stoa.StepType.TRUNCATED)
-        self._step_types = [np.int8(step_type) for step_type in types]  # stoa's are arrays on a device
-        self._clear_metrics()
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         """Resets all envs and returns a `FIRST` time step.
@@ -168,13 +167,10 @@ class StoaVectorEnv:
         seed = self._seed if seed is None else seed
         self._seed = None
         timestep = self.env.reset(seed=seed, options=self._reset_options if options is None else options)
-        self._clear_metrics()
-        return self._timestep(np.full(self.num_envs, self._step_types[0]), timestep)
-
-    def _clear_metrics(self) -> None:
         self._return = np.zeros(self.num_envs)
         self._length = np.zeros(self.num_envs, np.int64)
         self._score = np.zeros(self.num_envs)  # unclipped rewards of the running game, for Atari tasks
+        return self._timestep(np.full(self.num_envs, _FIRST), timestep)
 
     def step(self, action: Any) -> Any:
         """Steps all envs.
@@ -189,8 +185,7 @@ class StoaVectorEnv:
             and the length of the last game over all its lives. Declared keys in `extras` are the step's own.
         """
         _, _, terminated, truncated, info = timestep = _base.merge_final_info(self.env.step(action))
-        _, mid, end, cut = self._step_types
-        step_type = np.where(terminated, end, np.where(truncated, cut, mid))
+        step_type = np.where(terminated, _TERMINATED, np.where(truncated, _TRUNCATED, _MID))
         over = terminated | truncated
         total = info["episode_return"]
         length = info["episode_length"]
@@ -226,7 +221,7 @@ class StoaVectorEnv:
             "episode_length": self._length,
             "is_terminal_step": timestep.done,
         }
-        return self._new(
+        return _stoa.TimeStep(
             step_type=step_type,
             reward=timestep.reward,
             discount=timestep.discount,
@@ -237,22 +232,20 @@ class StoaVectorEnv:
 
 def _convert(space: Space[Any], root: str) -> Any:
     """Converts a Gymnasium space to stoa's. `root` is its name in errors."""
-    stoa = _stoa()
 
     def leaf(space: Space[Any], path: KeyPath) -> Any:
         name = format_path(path)
         dtype = jax.dtypes.canonicalize_dtype(space.dtype or np.int32)
         match space:
             case spaces.Discrete() if space.start == 0:
-                return stoa.DiscreteSpace(int(space.n), dtype, name)
+                return _stoa.DiscreteSpace(int(space.n), dtype, name)
             case spaces.MultiDiscrete() if not space.start.any():
-                return stoa.MultiDiscreteSpace(space.nvec.astype(dtype), dtype, name)
+                return _stoa.MultiDiscreteSpace(space.nvec.astype(dtype), dtype, name)
             case spaces.MultiBinary():
-                return stoa.BoundedArraySpace(space.shape, dtype, 0, 1, name)
+                return _stoa.BoundedArraySpace(space.shape, dtype, 0, 1, name)
             case spaces.Box():
-                low = space.low.astype(dtype)
-                high = space.high.astype(dtype)
-                return stoa.BoundedArraySpace(space.shape, dtype, low, high, name)
+                bounds = space.low.astype(dtype), space.high.astype(dtype)
+                return _stoa.BoundedArraySpace(space.shape, dtype, *bounds, name)
             case _:
                 raise UnsupportedSpaceError(f"{name}: stoa has no space like {space}; wrap the env")
 
@@ -260,11 +253,6 @@ def _convert(space: Space[Any], root: str) -> Any:
         space,
         leaf,
         root=(root,),
-        make_dict=lambda children, path: stoa.DictSpace(children, format_path(path)),
-        make_tuple=lambda children, path: stoa.TupleSpace(children, format_path(path)),
+        make_dict=lambda children, path: _stoa.DictSpace(children, format_path(path)),
+        make_tuple=lambda children, path: _stoa.TupleSpace(children, format_path(path)),
     )
-
-
-def _stoa() -> Any:
-    with optional_imports("jaxvec.compat.stoix", "stoix"):
-        return importlib.import_module("stoa")

@@ -1,8 +1,7 @@
-"""Brax's face: with brax's own classes, wrappers and trainer, and without brax."""
+"""Brax's face, with brax's own classes, wrappers and trainer."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from functools import partial
 
@@ -17,34 +16,16 @@ from support import probe
 from support.disasters import closing_all
 
 import jaxvec
-from jaxvec.compat import brax as face
 from jaxvec.testing import CountingEnv
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the versions of others
+    envs = pytest.importorskip("brax.envs", reason="brax is not installed", exc_type=ImportError)
+    training = pytest.importorskip("brax.envs.wrappers.training", exc_type=ImportError)
+    from jaxvec.compat import brax as face
 
 KEY = jax.random.PRNGKey(7)  # brax's wrappers know no other keys
 STEPS, EPISODE_STEPS = 1, 2  # columns of CountingEnv's observation
-
-
-@pytest.fixture(autouse=True)
-def _fresh_classes():
-    """Lets each test look for brax anew."""
-    face._classes.cache_clear()
-    yield
-    face._classes.cache_clear()
-
-
-@pytest.fixture
-def brax():
-    """Yields `brax.envs` and its training wrappers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the versions of others
-        envs = pytest.importorskip("brax.envs", reason="brax is not installed", exc_type=ImportError)
-        training = pytest.importorskip("brax.envs.wrappers.training", exc_type=ImportError)
-    return envs, training
-
-
-@pytest.fixture
-def no_brax(monkeypatch):
-    monkeypatch.setitem(sys.modules, "brax.envs.base", None)
 
 
 @pytest.fixture
@@ -72,11 +53,9 @@ class BoxEnv(CountingEnv):
         return np.array(action), reward, terminated, truncated, info
 
 
-def test_without_brax_a_state_is_like_brax_s(make, no_brax):
+def test_states_have_brax_s_fields(make):
     env = make(partial(CountingEnv, 2), info={"steps": int})
-    assert type(env) is face.Env
     state = jax.jit(env.reset)(KEY)
-    assert isinstance(state, face.State)
     assert (state.pipeline_state, state.metrics) == (None, {})
     assert (state.obs.tolist(), state.reward, state.done) == ([1, 0, 0, -1], 0, 0)
     state = state.replace(info={**state.info, "theirs": 5}, metrics={"mine": 1})
@@ -90,12 +69,9 @@ def test_without_brax_a_state_is_like_brax_s(make, no_brax):
     assert info["final_obs"].tolist() == [1, 2, 2, 7]
     assert (info["episode_return"], info["terminated"], info["truncated"]) == (3, True, False)
     assert (info["steps"], info["_steps"], "final_info" in info) == (2, True, False)  # of the step itself
-    with pytest.raises(ImportError, match="brax"):
-        face.wrap(env)
 
 
-def test_with_brax_it_is_brax_s_env_and_state(make, brax):
-    envs, _ = brax
+def test_with_brax_it_is_brax_s_env_and_state(make):
     env = make(BoxEnv)
     assert isinstance(env, envs.Env)
     assert isinstance(env, face.Env)
@@ -140,8 +116,7 @@ def test_sizes_of_other_spaces(make):
     assert make(CountingEnv).action_size == 1000
 
 
-def test_under_brax_s_own_wrappers_observations_are_the_new_episodes(make, brax):
-    _, training = brax
+def test_under_brax_s_own_wrappers_observations_are_the_new_episodes(make):
     env = training.wrap(make(partial(BoxEnv, 2)), episode_length=100, action_repeat=1)
     state = jax.jit(env.reset)(jax.random.split(KEY, 3))
     assert state.obs[:, 0].tolist() == [100] * 3
@@ -155,7 +130,7 @@ def test_under_brax_s_own_wrappers_observations_are_the_new_episodes(make, brax)
     assert steps == [(1, 0), (2, 1)] * 3
 
 
-def test_under_ours_the_envs_own_time_limit_is_a_truncation(make, brax):
+def test_under_ours_the_envs_own_time_limit_is_a_truncation(make):
     env = face.wrap(make(partial(BoxEnv, 2)), episode_length=100)
     state = jax.jit(env.reset)(jax.random.split(KEY, 3))
     stepped = jax.jit(env.step)
@@ -169,7 +144,7 @@ def test_under_ours_the_envs_own_time_limit_is_a_truncation(make, brax):
     assert (state.done.tolist(), state.info["truncation"].tolist()) == ([1, 1], [0, 0])
 
 
-def test_what_is_terminated_at_the_time_limit_is_no_truncation(make, brax):
+def test_what_is_terminated_at_the_time_limit_is_no_truncation(make):
     env = face.wrap(make(lambda: TimeLimit(CountingEnv(1), 1)))
     state = env.step(env.reset(jax.random.split(KEY, 2)), jnp.zeros(2, int))
     assert state.info["env"]["truncated"].tolist() == [True, True]
@@ -183,7 +158,7 @@ def test_wrap_refuses_what_would_lose_the_ends_of_episodes(make):
         face.wrap(make(), randomization_fn=lambda system: system)
 
 
-def test_brax_s_ppo_trains(make, brax, monkeypatch):
+def test_brax_s_ppo_trains(make, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train = pytest.importorskip("brax.training.agents.ppo.train", exc_type=ImportError).train

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvec.compat import brax, envpool, gymnax
+from jaxvec.compat import envpool, gymnax
 
 PAGES = Path(__file__).parents[2] / "docs" / "porting"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the originals
@@ -224,6 +224,10 @@ def brax_env():
     return import_module("brax.envs").get_environment("fast")
 
 
+def our_brax_env(**options):
+    return import_module("jaxvec.compat.brax").make("Pendulum-v1", **options)
+
+
 # By library: the programs, the library's `make`, ours, and the page.
 PROGRAMS = {
     "gymnax": (GYMNAX, lambda *args: import_module("gymnax").make(*args), gymnax.make, "gymnax"),
@@ -233,7 +237,7 @@ PROGRAMS = {
         envpool.make,
         "envpool",
     ),
-    "brax": (BRAX, brax_env, partial(brax.make, "Pendulum-v1"), "gymnax"),
+    "brax": (BRAX, brax_env, our_brax_env, "gymnax"),
 }
 
 

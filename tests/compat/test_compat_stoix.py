@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,10 @@ from gymnasium.wrappers import TimeLimit
 from support.disasters import closing_all
 
 import jaxvec
-from jaxvec.compat.stoix import EnvFactory, register
 from jaxvec.testing import CountingEnv
+
+stoa = pytest.importorskip("stoa", reason="stoa-env is not installed")
+from jaxvec.compat.stoix import EnvFactory, register  # noqa: E402 - it needs stoa
 
 
 class DictEnv(CountingEnv):
@@ -32,17 +35,12 @@ class DictEnv(CountingEnv):
 
 
 @pytest.fixture
-def stoa():
-    return pytest.importorskip("stoa", reason="stoa-env is not installed")
-
-
-@pytest.fixture
-def make(stoa):
+def make():
     with closing_all(lambda *args, num_envs=2, **kwargs: EnvFactory(*args, **kwargs)(num_envs)) as make:
         yield make
 
 
-def test_time_steps_are_stoa_s_and_autoreset_is_same_step(make, stoa):
+def test_time_steps_are_stoa_s_and_autoreset_is_same_step(make):
     env = make(partial(CountingEnv, 2))
     timestep = env.reset()
     assert isinstance(timestep, stoa.TimeStep)
@@ -87,7 +85,7 @@ def test_what_is_terminated_at_the_time_limit_is_no_truncation(make):
     assert timestep.discount.tolist() == [0, 0]
 
 
-def test_dict_observations_and_their_last_ones(make, stoa):
+def test_dict_observations_and_their_last_ones(make):
     env = make(partial(DictEnv, 2))
     env.reset()
     env.step(np.zeros(2, int))
@@ -101,7 +99,7 @@ def test_dict_observations_and_their_last_ones(make, stoa):
     assert (value["count"].shape, value["count"].dtype, value["pair"][0].shape) == ((4,), np.int32, ())
 
 
-def test_spaces_are_stoa_s(make, stoa):
+def test_spaces_are_stoa_s(make):
     env = make("CartPole-v1")
     assert env.action_space().num_values == 2
     assert isinstance(env.action_space(), stoa.DiscreteSpace)
@@ -126,7 +124,7 @@ def test_spaces_are_stoa_s(make, stoa):
         make(From1).action_space()
 
 
-def test_each_env_of_a_factory_has_a_seed_of_its_own(stoa):
+def test_each_env_of_a_factory_has_a_seed_of_its_own():
     factory = EnvFactory(CountingEnv, 7)
     with ThreadPoolExecutor(3) as threads:
         envs = list(threads.map(factory, [3, 2, 1]))
@@ -144,7 +142,7 @@ def test_each_env_of_a_factory_has_a_seed_of_its_own(stoa):
         env.close()
 
 
-def test_wrappers_are_applied_and_arguments_passed_on(stoa):
+def test_wrappers_are_applied_and_arguments_passed_on():
     factory = EnvFactory(
         "CartPole-v1", apply_wrapper_fn=lambda env: (env,), final_obs=False, max_episode_steps=1
     )
@@ -173,7 +171,7 @@ class Config(dict):
     __getattr__ = dict.__getitem__
 
 
-def test_registered_name_makes_stoix_systems_use_jaxvec_envs(stoa, monkeypatch):
+def test_registered_name_makes_stoix_systems_use_jaxvec_envs(monkeypatch):
     theirs = types.ModuleType("stoix.utils.make_env")
     theirs.make_factory = lambda config: ("theirs", config.env.env_name)
     hydra = types.ModuleType("hydra.utils")
@@ -201,8 +199,9 @@ def test_registered_name_makes_stoix_systems_use_jaxvec_envs(stoa, monkeypatch):
 
 def test_without_stoa_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "stoa", None)
+    monkeypatch.delitem(sys.modules, "jaxvec.compat.stoix")
     with pytest.raises(ImportError, match='pip install "stoa-env>='):
-        EnvFactory("CartPole-v1")(2)
+        importlib.import_module("jaxvec.compat.stoix")
 
 
 # --- EnvPool's tasks --------------------------------------------------------------------------

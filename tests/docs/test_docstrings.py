@@ -51,7 +51,7 @@ NEEDS = {
     "jaxvec.adapters.dm_env": ["dm-control"],
     "jaxvec.adapters.pettingzoo": ["pettingzoo", "mpe2"],
     "jaxvec.adapters.replay": ["box2d"],
-    "jaxvec.compat.brax.wrap": ["brax"],
+    "jaxvec.compat.brax": ["brax"],
     "jaxvec.compat.stable_baselines3": ["stable-baselines3"],
     "jaxvec.compat.stoix": ["stoa-env"],
     "jaxvec.ports.as_port": ["gymnax"],

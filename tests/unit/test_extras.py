@@ -54,7 +54,7 @@ MISSING = {
     ),
     "dm_env, of the adapter": ("import jaxvec.adapters.dm_env", "dm-env"),
     "pettingzoo": ("import jaxvec.adapters.pettingzoo", "pettingzoo"),
-    "brax": ("from jaxvec.compat import brax; brax.wrap(None)", "brax"),
+    "brax": ("import jaxvec.compat.brax", "brax"),
     "ale_py": ("import jaxvec; jaxvec.make('ale_py:ALE/Pong-v5', 2)", "ale-py"),
     "minigrid": (
         "import jaxvec; jaxvec.make('minigrid:MiniGrid-Empty-5x5-v0', 2)",
