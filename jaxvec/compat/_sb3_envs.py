@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import cloudpickle
 import gymnasium
 
 from jaxvec import _util
+from jaxvec._envs.envs import layers_of
 
 IS_WRAPPED = "_jaxvec_is_wrapped"  # name of a method of each env, which takes a wrapper class
 
@@ -46,27 +47,16 @@ def prepare(env: Any) -> gymnasium.Env[Any, Any]:
         env = importlib.import_module("stable_baselines3.common.vec_env.patch_gym")._patch_env(env)
     # Set on the env itself: an extra wrapper would become the outermost one, which `set_attr` writes to.
     vars(env)[IS_WRAPPED] = partial(_is_wrapped, env)
-    if not all(map(_takes_options, _layers(env))):
+    try:
+        for layer in layers_of(env):
+            inspect.signature(layer.reset).bind_partial(options=None)
+    except TypeError:  # it takes no options
         vars(env)["reset"] = partial(_reset, env.reset)
     return env
 
 
-def _layers(env: Any) -> Iterator[Any]:
-    yield env
-    while isinstance(env, gymnasium.Wrapper):
-        env = env.env
-        yield env
-
-
 def _is_wrapped(env: Any, wrapper_class: type) -> bool:
-    return any(isinstance(layer, wrapper_class) for layer in _layers(env))
-
-
-def _takes_options(env: Any) -> bool:
-    parameters = inspect.signature(env.reset).parameters
-    return "options" in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+    return any(isinstance(layer, wrapper_class) for layer in layers_of(env))
 
 
 def _reset(reset: Callable[..., Any], *, seed: int | None = None, options: Any = None) -> Any:
