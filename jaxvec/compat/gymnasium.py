@@ -98,26 +98,21 @@ def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
     is_final_obs = key == "final_obs"  # always an array of objects, as in Gymnasium
     if not is_final_obs and all(isinstance(value, dict) for value in values.values()):
         return batch([values.get(env_id, {}) for env_id in range(num_envs)])
-    shapes = {None} if is_final_obs else {_shape(value) for value in values.values()}
-    dtype: np.dtype[Any] = np.dtype(object)
-    shape: tuple[int, ...] | None = ()
-    if len(shapes) == 1 and None not in shapes:
-        dtypes = {np.asarray(value).dtype for value in values.values()}  # object for an int beyond 64 bits
-        with suppress(TypeError):  # the dtypes have no common one
-            dtype = np.result_type(*dtypes)
-            (shape,) = shapes
-    empty = np.empty if dtype.kind == "O" else np.zeros  # `None`s or zeros
-    column = empty((num_envs, *(shape or ())), dtype)
+    if not is_final_obs and all(map(_is_numeric, values.values())):
+        with suppress(TypeError, ValueError):  # their dtypes have no common one, or their shapes differ
+            rows = np.array([*values.values()])  # of objects for an int beyond 64 bits
+            empty = np.empty if rows.dtype.kind == "O" else np.zeros  # `None`s or zeros
+            column = empty((num_envs, *rows.shape[1:]), rows.dtype)
+            column[[*values]] = rows
+            return column
+    column = np.empty(num_envs, object)
     for env_id, value in values.items():
         column[env_id] = value
     return column
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a value that can be stacked, or `None` for other objects."""
-    if isinstance(value, np.ndarray):
-        return value.shape
-    return () if type(value) in (int, float, bool) or isinstance(value, np.number) else None
+def _is_numeric(value: Any) -> bool:
+    return type(value) in (int, float, bool) or isinstance(value, np.number | np.ndarray)
 
 
 # --- Base class of both vector envs: a pool behind Gymnasium's `VectorEnv` -------------------------------
