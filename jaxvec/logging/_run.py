@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -191,7 +192,7 @@ class Run:
             if self._first and share < 1:
                 first, start = self._first  # after compilation
                 left = (self._total - steps) * (self._seconds - start) / (steps - first)
-                shown += f"  {_duration(left)} left"
+                shown += f"  {timedelta(seconds=round(left))} left"
         # The first line says at once that compilation is over, and the last one that training is.
         always = self._first is None or (self._total is not None and steps >= self._total)
         self._first = self._first or (steps, self._seconds)
@@ -456,10 +457,8 @@ class Run:
 
     def report(self, evaluation: Any, **others: Any) -> None:
         """Prints the result of an evaluation: mean and standard deviation of values of episodes, `[n]`."""
-        for name, values in {"evaluation": evaluation, **others}.items():
-            values = np.asarray(values)
-            label = "mean return" if name == "evaluation" else name
-            print(f"{label} {values.mean():.6g} ± {values.std():.3g} over {values.size} episodes")
+        for name, values in {"mean return": evaluation, **others}.items():
+            print(f"{name} {np.mean(values):.6g} ± {np.std(values):.3g} over {np.size(values)} episodes")
 
     def latest(self, name: str) -> float:
         """Returns the latest value of a metric; NaN without one."""
@@ -505,13 +504,6 @@ def constructor_of(
     env: str | Callable[..., gymnasium.Env[Any, Any]],
 ) -> Callable[..., gymnasium.Env[Any, Any]]:
     return partial(gymnasium.make, find_spec(env)) if isinstance(env, str) else env
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _versions() -> dict[str, str]:

@@ -539,7 +539,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.2, "0 s"), (59, "59 s"), (90, "2 min"), (3599, "1 h 0 min"), (40_000, "11 h 7 min")],
+    [(0.2, "0:00:00"), (59, "0:00:59"), (90, "0:01:30"), (40_000, "11:06:40")],
 )
 def test_the_progress_line_shows_the_time_left(tmp_path, capsys, monkeypatch, seconds, text):
     """The first line has no rate, because its time is that of the compiler; no line has a NaN."""
@@ -573,7 +573,7 @@ def test_the_time_left_does_not_count_the_first_save(tmp_path, capsys, monkeypat
         run._log(step, {"episode_return": 1.0})
         run.save({"weights": np.zeros(2)})
     shown = capsys.readouterr().err.splitlines()
-    assert [line.rpartition("  ")[2] for line in shown[1:]] == ["20 s left", "1 min left"]
+    assert [line.rpartition("  ")[2] for line in shown[1:]] == ["0:00:20 left", "0:01:00 left"]
     assert "100 steps/s" in shown[1]
 
 
