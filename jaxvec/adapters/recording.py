@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import math
 import os
 import pdb
@@ -31,7 +30,7 @@ import gymnasium
 import numpy as np
 
 from jaxvec._envs.envs import declared
-from jaxvec._util import add_note, dumps
+from jaxvec._util import add_note, dumps, logger
 
 __all__ = ["RecordFaults"]
 
@@ -40,7 +39,6 @@ RUNNING = ".running"
 _MAX_FILES = 1000  # in a directory
 _NON_FINITE = "it returned numbers that are not finite"
 
-_logger = logging.getLogger("jaxvec")
 _numbers = itertools.count()
 
 
@@ -167,7 +165,7 @@ class _File:
         checksum, finite = _inspect(result[:-1] if isinstance(result, tuple) else result)  # without the info
         self._write(pickle.dumps(checksum))
         if not finite and (advice := self._keep(_NON_FINITE)):
-            _logger.warning("%s %s. %s", self._name, _NON_FINITE, advice)
+            logger.warning("%s %s. %s", self._name, _NON_FINITE, advice)
         return result
 
     def remove(self) -> None:
@@ -205,7 +203,7 @@ class _File:
 
     def _give_up(self, error: OSError) -> None:
         """Drops the record until the next reset: a full disk is no fault of the env."""
-        _logger.warning("no record of %s in %s: %s", self._name, self._directory, error)
+        logger.warning("no record of %s in %s: %s", self._name, self._directory, error)
         with suppress(OSError):
             self.remove()
         self._file = None

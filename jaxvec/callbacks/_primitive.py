@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,12 +22,11 @@ from jaxvec._engine.move import Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
+from jaxvec._util import logger
 from jaxvec.callbacks import _ffi, _io_callback
 from jaxvec.callbacks._call import Call, answer
 from jaxvec.callbacks._effects import EFFECT, PURE_EFFECT
 from jaxvec.callbacks._handle import pool_id_of
-
-_logger = logging.getLogger("jaxvec")
 
 
 def choose_transport(name: str) -> Any:
@@ -40,7 +38,7 @@ def choose_transport(name: str) -> Any:
         return name
     if name == "ffi":
         raise NativeUnavailableError(reason)
-    _logger.info("io_callback transport: %s", reason)
+    logger.info("io_callback transport: %s", reason)
     return "io_callback"
 
 

@@ -8,7 +8,6 @@ Ray places the actors, and starts the process of a lost one again.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import pickle
@@ -43,7 +42,7 @@ from jaxvec._backends.ray.actor import (
     unpack,
 )
 from jaxvec._options import OnFault, PoolConfig, Restart, Timeouts, check_count, parse_restart
-from jaxvec._util import dumps
+from jaxvec._util import dumps, logger
 from jaxvec._workers.budget import Budget
 from jaxvec._workers.protocol import pickle_given
 
@@ -55,7 +54,6 @@ from jaxvec._workers.protocol import pickle_given
 #   waits, such as `ray.kill`, is made without the lock, for which Ray's thread may wait.
 # A failure ends an incarnation of an actor. Later answers to that incarnation are ignored.
 
-_logger = logging.getLogger("jaxvec")
 
 # Errors of envs and workers, and not of the rollout function.
 _FAULTS = _errors.EnvError, _errors.EnvTimeoutError, _errors.WorkerDiedError, _errors.PoolBrokenError
@@ -379,7 +377,7 @@ class _ActorGroup:
             late_s = now - actor.began
             if stage is _Stage.RUNNING and (self.rollout_timeout is None or late_s < self.rollout_timeout):
                 actor.deadline = actor.began + (self.rollout_timeout or math.inf)
-                _logger.warning(
+                logger.warning(
                     "actor %d on %s has not finished rollout %d after %.0f s; rollout_timeout=... replaces "
                     "actors that hang",
                     actor.number,
@@ -391,7 +389,7 @@ class _ActorGroup:
             # The call of `Rollouts` has an end; later, a lack of resources is no fault.
             if stage is _Stage.PLACING and self._num_started >= self.least:
                 actor.deadline = math.inf
-                _logger.warning(
+                logger.warning(
                     "the cluster has had no free resources for actor %d for %s s; it waits, and others work",
                     actor.number,
                     self.start_timeout,
@@ -436,7 +434,7 @@ class _ActorGroup:
                 actor.stage = _Stage.GIVEN_UP
                 actor.version = -1
             self._kill(actor, no_restart=True)
-            _logger.error("%s The other actors continue: %d are left", error, left)
+            logger.error("%s The other actors continue: %d are left", error, left)
             return
         self._start(actor)
 
