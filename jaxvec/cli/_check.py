@@ -98,9 +98,8 @@ def _step_in_workers(target: Target, num_workers: int) -> Timesteps:
 
 def _check_workers(target: Target) -> tuple[Check, Check]:
     """Checks that workers can have the env, one and two of them."""
-    together: Timesteps = []
     try:
-        together += _step_in_workers(target, 1)
+        together = _step_in_workers(target, 1)
     except Exception as error:
         failed = Check(_WORKER, FAIL, str(error) if isinstance(error, JaxvecError) else repr(error))
         if isinstance(error, EnvError) and error.operation == "constructor":  # may be that of the second env
