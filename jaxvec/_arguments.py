@@ -260,8 +260,6 @@ def cast_operands(spec: PoolSpec, arrays: Sequence[NDArray[Any]], name_row: RowN
     passes arrays of the traced types only.
     """
     num_actions = len(spec.action_leaves)
-    if len(arrays) not in (num_actions, num_actions + len(spec.option_leaves)):
-        raise TypeError(f"{len(arrays)} operands do not match the pool's actions; recompile the program")
     actions = zip(spec.action_leaves, arrays[:num_actions], strict=True)
     cast = [cast_rows(leaf, array, name_row) for leaf, array in actions]
     if len(arrays) > num_actions:
