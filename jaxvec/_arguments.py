@@ -342,14 +342,18 @@ def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:
     return array.astype(np.intp)
 
 
-def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
+def check_indices(
+    indices: Any, num_envs: int, name: str = "indices", *, from_end: bool = True
+) -> NDArray[Any]:
     """Returns distinct env ids `[k]` for an index, a list of indices, or `None` for all envs.
 
-    Negative indices count from the end. Raises `EnvIdError` for anything else.
+    With `from_end`, negative indices count from the end. Raises `EnvIdError`, with the argument's name, for
+    anything else.
     """
     if indices is None:
         return np.arange(num_envs)
-    expected = "indices: expected an integer or a list of them, got"
+    expected = f"{name}: expected an integer or a list of them, got"
+    lowest = -num_envs if from_end else 0
     try:
         array = np.asarray(indices)
     except ValueError as error:
@@ -359,15 +363,15 @@ def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
     if array.ndim > 1 or array.dtype.kind not in "iu":
         raise EnvIdError(f"{expected} {array.dtype} of shape {array.shape}")
     array = np.atleast_1d(array)
-    wrong = array[(array < -num_envs) | (array >= num_envs)]
+    wrong = array[(array < lowest) | (array >= num_envs)]
     if wrong.size:
         raise EnvIdError(
-            f"indices: {wrong[0]} is out of range for {num_envs} envs ({-num_envs} to {num_envs - 1})"
+            f"{name}: {wrong[0]} is out of range for {num_envs} envs ({lowest} to {num_envs - 1})"
         )
     slots = array.astype(np.intp) % num_envs
     counts = np.bincount(slots)
     if counts.max() > 1:
-        raise EnvIdError(f"indices: env {counts.argmax()} is named twice; name each env once")
+        raise EnvIdError(f"{name}: env {counts.argmax()} is named twice; name each env once")
     return slots
 
 

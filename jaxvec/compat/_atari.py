@@ -146,8 +146,7 @@ class _AtariTask(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._start = start
         self._options = options
-        height = env.screen_size[1]
-        width = env.screen_size[0]
+        width, height = env.screen_size
         self._channels = 1 if options.gray_scale else 3
         shape = (options.stack_num * self._channels, height, width)
         self.observation_space = Box(0, 255, shape, np.uint8)

@@ -88,10 +88,10 @@ def row_of(node: Node, batch: Any, index: int) -> Any:
     return map_leaves(node, batch, pick)
 
 
-def max_episode_steps(envs: VectorEnv) -> int | None:
-    """Returns the time limit in the envs' Gymnasium spec, if there is one."""
-    with suppress(EnvError):  # not a Gymnasium env, so it has no `spec`
-        return getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
+def spec_of(envs: VectorEnv) -> Any:
+    """Returns the Gymnasium spec of env 0, with its time limit; `None` if there is none."""
+    with suppress(EnvError):  # not a Gymnasium env, or its spec can't be pickled
+        return envs.get_attr("spec", indices=[0])[0]
     return None
 
 

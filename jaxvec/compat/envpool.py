@@ -25,9 +25,8 @@ from gymnasium.envs import registration
 from numpy.typing import NDArray
 
 import jaxvec
-from jaxvec._arguments import NO_SEED, check_action, check_env_id, check_ids, check_mask, expand_seeds
+from jaxvec._arguments import NO_SEED, check_action, check_ids, check_indices, check_mask, expand_seeds
 from jaxvec._engine.move import Move, Verb
-from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
 from jaxvec._options import AutoresetName
 from jaxvec._results import TimeStep
@@ -38,7 +37,7 @@ from jaxvec.callbacks import _functions
 from jaxvec.callbacks._call import token_of
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat import _atari
-from jaxvec.compat._base import convert_info
+from jaxvec.compat._base import convert_info, spec_of
 from jaxvec.compat._spaces import dm_observation_spec, dm_spec, record_type, to_dm_timestep, to_old_gym
 
 __all__ = [
@@ -290,25 +289,21 @@ class EnvPool(ABC):
         """
         # As in EnvPool, the handle is a plain array, which users may convert and save: the token of a
         # `Handle`. The functions hold its static part.
-        envs = self.vector_env
-        convert = self._convert
-        spec = envs.spec
-        transport = envs.transport
+        spec = self.vector_env.spec
 
         def to_handle(handle: Any, function: str) -> Handle:
-            dtype = getattr(handle, "dtype", None)
-            shape = getattr(handle, "shape", ())
-            if dtype != np.uint32 or len(shape) != 2 or shape[1] != 3:
-                what = type(handle).__name__ if dtype is None else f"{dtype} of shape {shape}"
+            dtype = getattr(handle, "dtype", type(handle).__name__)
+            if dtype != np.uint32 or handle.ndim != 2 or handle.shape[1] != 3:
                 raise TypeError(
                     f"{function} takes the handle that xla() or the last call returned, uint32 of shape "
-                    f"({spec.num_envs}, 3), got {what}; under vmap, split it like the action"
+                    f"({spec.num_envs}, 3), got {dtype} of shape {np.shape(handle)}; under vmap, split it "
+                    "like the action"
                 )
-            return Handle(jnp.asarray(handle), spec, transport)
+            return Handle(jnp.asarray(handle), spec, self.vector_env.transport)
 
         def recv(handle: Any) -> tuple[jax.Array, Any]:
             after, timestep = _functions.recv(to_handle(handle, "recv"))
-            return after.token, convert(timestep)
+            return after.token, self._convert(timestep)
 
         def send(handle: Any, action: Any, env_id: Any = None) -> jax.Array:
             action, env_id = split(action, env_id)
@@ -324,9 +319,9 @@ class EnvPool(ABC):
                 after, timestep = _functions.step(before, action)
             else:
                 after, timestep = _step_some(before, action, jnp.atleast_1d(env_id))
-            return after.token, convert(timestep)
+            return after.token, self._convert(timestep)
 
-        return jnp.asarray(token_of(pool_of(envs), pool_of(envs).move_all(Verb.RECV))), recv, send, step
+        return jnp.asarray(token_of(self._pool, self._pool.move_all(Verb.RECV))), recv, send, step
 
     def render(self, env_ids: Any = 0) -> NDArray[Any]:
         """Returns the frames, `[k, height, width, 3]`, of one or more envs.
@@ -370,15 +365,7 @@ class EnvPool(ABC):
 
     def _check_ids(self, env_id: Any) -> NDArray[Any]:
         """Returns `[k]` ids. `env_id` may be a single number."""
-        ids = check_env_id(None if env_id is None else np.atleast_1d(env_id), len(self))
-        wrong = ids[(ids < 0) | (ids >= len(self))]
-        if len(wrong):
-            raise EnvIdError(
-                f"env_id {wrong[0]} is out of range for a pool of {len(self)} envs (0 to {len(self) - 1})"
-            )
-        if len(np.unique(ids)) < len(ids):
-            raise EnvIdError(f"env_id contains a duplicate: {ids.tolist()}; name each env once")
-        return ids
+        return check_indices(env_id, len(self), "env_id", from_end=False)
 
 
 def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeStep]:
@@ -442,14 +429,13 @@ class Task:
         """Returns the options of the task, as in EnvPool's `spec.config`."""
         if self.atari is not None:
             return asdict(self.atari)
-        threshold = None
-        limit = None
-        if isinstance(self.env, str | registration.EnvSpec):
-            # The env's own spec contains the arguments of `gymnasium.make`, for example the time limit.
-            (spec,) = pool_of(envs).env_calls.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
-            threshold = spec.reward_threshold
-            limit = spec.max_episode_steps
-        return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
+        # The env's own spec contains the arguments of `gymnasium.make`, for example the time limit.
+        spec = spec_of(envs)
+        return {
+            **self.env_kwargs,
+            "reward_threshold": getattr(spec, "reward_threshold", None),
+            "max_episode_steps": getattr(spec, "max_episode_steps", None) or _NO_LIMIT,
+        }
 
 
 def resolve_task(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:

@@ -103,7 +103,7 @@ class Environment(PooledEnv):
         """Starts a pool of one env; see `make`."""
         super().__init__(env, **options)
         self._num_returns = num_returns
-        self._max_steps = _base.max_episode_steps(self._first)
+        self._max_steps: int | None = getattr(_base.spec_of(self._first), "max_episode_steps", None)
         name = env if isinstance(env, str) else getattr(env, "id", None) or getattr(env, "__name__", None)
         self.name: str = name or type(env).__name__
 

@@ -509,16 +509,20 @@ def test_tasks():
         (
             lambda env: env.step(np.zeros(1, int), np.array([3])),
             jaxvec.EnvIdError,
-            "env_id 3 is out of range",
+            r"env_id: 3 is out of range for 3 envs \(0 to 2\)",
         ),
-        (lambda env: env.step(np.zeros(2, int), np.array([1, 1])), jaxvec.EnvIdError, "contains a duplicate"),
-        (lambda env: env.step(np.zeros(1, int), np.array([0.5])), jaxvec.EnvIdError, "integers"),
-        (lambda env: env.reset(np.array([5])), jaxvec.EnvIdError, "env_id 5 is out of range"),
+        (
+            lambda env: env.step(np.zeros(2, int), np.array([1, 1])),
+            jaxvec.EnvIdError,
+            "env_id: env 1 is named twice",
+        ),
+        (lambda env: env.step(np.zeros(1, int), np.array([0.5])), jaxvec.EnvIdError, "an integer or a list"),
+        (lambda env: env.reset(np.array([5])), jaxvec.EnvIdError, "env_id: 5 is out of range"),
         (lambda env: env.reset(np.array([0]), options={"reset_mask": np.ones(3, bool)}), ValueError, "both"),
         (lambda env: env.reset(options={"level": 3}), ValueError, "level"),
         (lambda env: env.reset(options={"reset_mask": [0, 1, 2]}), ValueError, "mask must be bool"),
         (lambda env: env.recv(), jaxvec.PendingEnvError, "0 are pending"),
-        (lambda env: env.render(9), jaxvec.EnvIdError, "env_id 9 is out of range"),
+        (lambda env: env.render(9), jaxvec.EnvIdError, "env_id: 9 is out of range"),
     ],
 )
 def test_bad_calls(make, call, error, match):
