@@ -2,7 +2,7 @@
 
 It writes `docs/ports.json`, and prints it as tables. Ports whose packages are not installed keep their
 earlier entries. `--print` only prints the tables, and `--only NAME` makes one row. A summary is in
-`docs/how-to/port_an_env.md`.
+`docs/how-to/port_an_env.md`; `benchmarks/port_reports.md` shows some differences without jaxvec.
 
 Errors up to 1e-5 count as equal; they are relative for values above 1. Values in brackets are those of the
 port and of the original, in the step with the largest error. "Free running" means here that each episode
@@ -11,7 +11,7 @@ two-sample tests: one finds a difference if its p-value is at most the threshold
 of tests. Means have 95 % intervals, and are those of the element with the smallest p-value, counted in the
 flat array. A policy is trained on the port by PPO, and then plays on both sides.
 
-    pip install "gymnax>=1.0" six minatar navix minigrid pgx open-spiel scipy flax optax
+    pip install "gymnax>=1.0" six minatar navix minigrid pgx open-spiel jumanji lbforaging scipy flax optax
 """
 
 from __future__ import annotations
@@ -77,6 +77,28 @@ def _sets(*names: str, array: bool = False) -> Callable[[Any, Any], None]:
     return set_state
 
 
+def _phys2d_cart_pole() -> Port:
+    """Returns Gymnasium's own JAX CartPole."""
+    from gymnasium.envs.phys2d.cartpole import CartPoleFunctional
+
+    env: Any = CartPoleFunctional()
+
+    def reset(key: Any) -> Any:
+        state = env.initial(key)
+        return state, env.observation(state, key)
+
+    def step(key: Any, state: Any, action: Any) -> Any:
+        after = env.transition(state, action)
+        results = {"obs": env.observation(after, key), "reward": env.reward(state, action, after, key)}
+        return after, {**results, "terminated": env.terminal(after, key), "truncated": False}
+
+    return Port(reset, step, env.observation_space, env.action_space)
+
+
+def _set_cart_pole(env: Any, state: Any) -> None:
+    env.unwrapped.state = state["state"].astype(float)
+
+
 # --- MinAtar: the original holds its state in attributes of `env.game.env` ------------------------------
 
 
@@ -105,6 +127,66 @@ def _set_space_invaders(env: Any, state: Any) -> None:
     for name in ("f_bullet_map", "e_bullet_map", "alien_map"):
         setattr(game, name, np.array(state[name], float))
     game.terminal = bool(state["terminal"])
+
+
+def _seaquest() -> Port:
+    """Returns gymnax's Seaquest, with the key of the next step in its state."""
+    port = _gymnax("Seaquest-MinAtar")()
+
+    def reset(key: Any) -> Any:
+        game, obs = port.reset(key)
+        return {"game": game, "key": jax.random.key_data(key)}, obs
+
+    def step(key: Any, state: Any, action: Any) -> Any:
+        game, results = port.step(jax.random.wrap_key_data(state["key"]), state["game"], action)
+        return {"game": game, "key": jax.random.key_data(key)}, results
+
+    return Port(reset, step, port.observation_space, port.action_space, port.max_episode_steps)
+
+
+def _seaquest_state(state: Any) -> Any:
+    """Returns the game, and what gymnax's next step draws for a new enemy and a new diver."""
+    enemy_key, diver_key = jax.random.split(jax.random.wrap_key_data(state["key"]))
+    kind_key, row_key = jax.random.split(enemy_key)
+    kind, row = jax.random.uniform(kind_key, (2,)), jax.random.randint(row_key, (), 1, 9)
+    side_key, diver_row_key = jax.random.split(diver_key)
+    side, diver_row = jax.random.bernoulli(side_key), jax.random.randint(diver_row_key, (), 1, 9)
+    draws = {"enemy": jnp.array([*kind, row]), "diver": jnp.array([1.0 - side, diver_row])}
+    return vars(state["game"]) | draws
+
+
+class _Draws:
+    """The random numbers of a step of the original."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = iter(values)
+
+    def rand(self) -> float:
+        return next(self._values)
+
+    def randint(self, low: int, high: int) -> int:
+        return int(next(self._values))
+
+
+def _set_seaquest(env: Any, state: Any) -> None:
+    game = env.game.env
+    numbers = ("oxygen", "diver_count", "sub_x", "sub_y", "move_speed", "ramp_index", "shot_timer")
+    for name in (*numbers, "e_spawn_speed", "e_spawn_timer", "d_spawn_timer"):
+        setattr(game, name, int(state[name]))
+    for name in ("sub_or", "surface", "terminal"):
+        setattr(game, name, bool(state[name]))
+    counts = {"f_bullets": "f_bullet_count", "e_bullets": "e_bullet_count", "divers": "divers_count"}
+    for name, count in (counts | {"e_fish": "e_fish_count", "e_subs": "e_subs_count"}).items():
+        setattr(game, name, state[name][: int(state[count])].tolist())
+    enemy = state["enemy"].tolist() if game.e_spawn_timer == 0 else []
+    game.random = _Draws([*enemy, *state["diver"].tolist()])
+
+
+def _dive(key: Any, obs: Any, state: Any) -> Any:
+    """Plays at random, but rarely moves up without a diver, which ends the episode at the surface."""
+    action_key, up_key = jax.random.split(key)
+    action, up = jax.random.randint(action_key, (), 0, 6), jax.random.bernoulli(up_key, 0.1)
+    return jnp.where((action == 2) & (state["game"].diver_count < 1) & ~up, 4, action)
 
 
 # --- MiniGrid: the whole grid, with rows and columns exchanged as in Navix ------------------------------
@@ -160,6 +242,115 @@ def _set_door_key(env: Any, state: Any) -> None:
     game.agent_pos, game.agent_dir = (column, row), int(state["player/direction"][0])
     game.carrying = Key("yellow") if has_key else None
     game.step_count = int(state["time"])
+
+
+def _set_go_to_door(env: Any, state: Any) -> None:
+    from minigrid.core.constants import IDX_TO_COLOR
+    from minigrid.core.grid import Grid
+    from minigrid.core.world_object import Door, Wall
+
+    game, (height, width) = env.unwrapped, state["grid"].shape
+    game.grid = Grid(width, height)
+    wall = Wall()
+    for row, column in np.argwhere(state["grid"] == -1):
+        game.grid.set(int(column), int(row), wall)
+    for place, colour, opened in zip(
+        state["door/position"].tolist(), state["door/colour"], state["door/open"], strict=True
+    ):
+        game.grid.set(place[1], place[0], Door(IDX_TO_COLOR[int(colour)], is_open=bool(opened)))
+    game.target_pos = tuple(state["target"].ravel().tolist()[::-1])
+    row, column = state["player/position"][0].tolist()
+    game.agent_pos, game.agent_dir = (column, row), int(state["player/direction"][0])
+    game.carrying, game.step_count = None, int(state["time"])
+
+
+def _go_to_door_state(timestep: Any) -> Any:
+    return _door_key_state(timestep) | {"target": timestep.state.mission.position}
+
+
+# --- Level-based foraging: where the agents are, and the food that is left ------------------------------
+
+
+def _foraging() -> Port:
+    from jumanji.environments import LevelBasedForaging
+
+    env = LevelBasedForaging(time_limit=50)  # 8x8, two agents, two foods, as the original's id says
+
+    def observe(state: Any) -> Any:
+        food = state.food_items
+        levels = jnp.where(food.eaten, 0, food.level)
+        field = jnp.zeros((8, 8), jnp.int32).at[tuple(food.position.T)].add(levels)
+        return {"agents": state.agents.position, "field": field}
+
+    def reset(key: Any) -> Any:
+        state, _ = env.reset(key)
+        return state, observe(state)
+
+    def step(key: Any, state: Any, action: Any) -> Any:
+        after, timestep = env.step(state, action)
+        goes_on = timestep.discount.max() > 0
+        ends = {"terminated": timestep.last() & ~goes_on, "truncated": timestep.last() & goes_on}
+        return after, {"obs": observe(after), "reward": timestep.reward.sum(), **ends}
+
+    return Port(reset, step, None, spaces.MultiDiscrete([6, 6]))
+
+
+class _Foraging(gymnasium.Wrapper):
+    """The original with the observations of `_foraging`, and the sum of the agents' rewards."""
+
+    def __init__(self) -> None:
+        import lbforaging  # registers the envs  # noqa: F401
+
+        name = "Foraging-8x8-2p-2f-coop-v3"
+        super().__init__(gymnasium.make(name, disable_env_checker=True).unwrapped)
+        agents, field = spaces.Box(0, 7, (2, 2), np.int32), spaces.Box(0, 12, (8, 8), np.int32)
+        self.observation_space = spaces.Dict({"agents": agents, "field": field})
+        self.action_space = spaces.MultiDiscrete([6, 6])
+
+    def reset(self, **options: Any) -> Any:
+        self.env.reset(**options)
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        _, rewards, done, truncated, info = self.env.step(action.tolist())
+        return self._observe(), sum(rewards), done, truncated, info
+
+    def _observe(self) -> Any:
+        game: Any = self.unwrapped
+        positions = [player.position for player in game.players]
+        return {"agents": np.array(positions, np.int32), "field": game.field.astype(np.int32)}
+
+
+def _foraging_state(state: Any) -> Any:
+    return {
+        "agents": vars(state.agents),
+        "food_items": vars(state.food_items),
+        "step_count": state.step_count,
+    }
+
+
+def _set_foraging(env: Any, state: Any) -> None:
+    game = env.unwrapped
+    levels = np.where(state["food_items/eaten"], 0, state["food_items/level"])
+    game.field[:] = 0
+    game.field[tuple(state["food_items/position"].T)] = levels
+    game._food_spawned = state["food_items/level"].sum()
+    places, levels = state["agents/position"].tolist(), state["agents/level"].tolist()
+    for player, place, level in zip(game.players, places, levels, strict=True):
+        player.position, player.level = tuple(place), level
+    game.current_step = int(state["step_count"])
+    game._gen_valid_moves()
+
+
+def _forage(key: Any, obs: Any, state: Any) -> Any:
+    """Moves to the first food that is left, and loads it, in most steps."""
+    random_key, action_key = jax.random.split(key)
+    gaps = state.food_items.position[jnp.argmin(state.food_items.eaten)] - state.agents.position
+    rows, columns = gaps.T
+    moves = jnp.where(jnp.abs(rows) > jnp.abs(columns), 1 + (rows > 0), 3 + (columns > 0))
+    actions = jnp.where(jnp.abs(gaps).sum(-1) == 1, 5, moves)
+    random = jax.random.bernoulli(random_key, 0.4, (2,))
+    return jnp.where(random, jax.random.randint(action_key, (2,), 0, 6), actions)
 
 
 # --- Board games: OpenSpiel's boards as in Pgx, and the legal actions -----------------------------------
@@ -258,6 +449,13 @@ PAIRS = [
         {"set_state": _sets("x", "x_dot", "theta", "theta_dot"), "policy": _balance},
     ),
     Pair(
+        "CartPole of phys2d",
+        ("gymnasium", "gymnasium"),
+        _phys2d_cart_pole,
+        "CartPole-v1",
+        {"set_state": _set_cart_pole, "policy": _balance},
+    ),
+    Pair(
         "Acrobot",
         _CLASSIC,
         _gymnax("Acrobot-v1"),
@@ -300,6 +498,13 @@ PAIRS = [
         {"set_state": _set_space_invaders},
     ),
     Pair(
+        "MinAtar Seaquest",
+        ("gymnax", "minatar"),
+        _seaquest,
+        _minatar("seaquest"),
+        {"set_state": _set_seaquest, "select_state": _seaquest_state, "policy": _dive},
+    ),
+    Pair(
         "Tic-tac-toe",
         ("pgx", "open-spiel"),
         _pgx("tic_tac_toe", _tic_tac_toe),
@@ -334,6 +539,20 @@ PAIRS = [
         lambda: _Grid("MiniGrid-DoorKey-6x6-v0"),
         {"set_state": _set_door_key, "select_state": _door_key_state},
     ),
+    Pair(
+        "MiniGrid GoToDoor 8x8",
+        ("navix", "minigrid"),
+        _navix("Navix-GoToDoor-8x8-v0"),
+        lambda: _Grid("MiniGrid-GoToDoor-8x8-v0"),
+        {"set_state": _set_go_to_door, "select_state": _go_to_door_state},
+    ),
+    Pair(
+        "Level-based foraging",
+        ("jumanji", "lbforaging"),
+        _foraging,
+        _Foraging,
+        {"set_state": _set_foraging, "select_state": _foraging_state, "policy": _forage},
+    ),
 ]
 LEVELS = [
     Pair(
@@ -349,6 +568,20 @@ LEVELS = [
         _navix("Navix-DoorKey-Random-6x6-v0"),
         lambda: _Grid("MiniGrid-DoorKey-6x6-v0"),
         {"max_steps": 100},
+    ),
+    Pair(
+        "Levels of MiniGrid GoToDoor 8x8",
+        ("navix", "minigrid"),
+        _navix("Navix-GoToDoor-8x8-v0"),
+        lambda: _Grid("MiniGrid-GoToDoor-8x8-v0"),
+        {"max_steps": 50},
+    ),
+    Pair(
+        "Levels of level-based foraging",
+        ("jumanji", "lbforaging"),
+        _foraging,
+        _Foraging,
+        {"max_steps": 50},
     ),
     Pair(
         "MinAtar Asterix",
@@ -457,7 +690,7 @@ def measure_speed(rounds: int = 3, num_envs: int = 256, num_steps: int = 400) ->
 
     def compared(steps: int) -> float:
         start = time.process_time()
-        compare_port(port, pair.original, num_steps=steps, progress=False, **options, **sizes)
+        compare_port(port, pair.original, num_steps=steps, **options, **sizes)
         return time.process_time() - start
 
     def stepped() -> float:
