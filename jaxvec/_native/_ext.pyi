@@ -178,12 +178,12 @@ def nested_writer(
 def plain_identity(
     container: Any, atoms: set[type], known: int | None, /
 ) -> Literal[True] | tuple[int, set[int]] | None:
-    """Recognises a container that has not changed; see `Plain` in `_snapshots/node_types.py`."""
+    """Recognises a container that has not changed; see `Plain` in `snapshots/node_types.py`."""
 
 def restore_changes(
     layers: list[Any], classes: tuple[type, ...], fields: list[Fields], nodes: Nodes, /
 ) -> bool:
-    """Restores a snapshot; returns False, with no change, if Python has to. See `IncrementalSnapshot`."""
+    """Restores a snapshot; returns False, with no change, if Python has to. See `StatefulEnv`."""
 
 def save_changes(
     layers: list[Any], classes: tuple[type, ...], before: list[Fields], nodes: Nodes, /

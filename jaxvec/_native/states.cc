@@ -1,5 +1,5 @@
 // Incremental snapshots of an env: saves and restores it if only ordinary attributes have changed since the
-// last snapshot. `IncrementalSnapshot` in snapshots/snapshot.py documents these functions, and the walk in
+// last snapshot. `StatefulEnv` in env_states.py documents these functions, and the walk in
 // Python handles all other cases: then functions that return a bool here return false.
 
 #include <algorithm>

@@ -20,7 +20,7 @@ import pytest
 from gymnasium import spaces, wrappers
 from gymnasium.utils import EzPickle
 from support.env_states import assert_equal, assert_goes_on, copied
-from support.probe import StatefulEnv, _native, difference, prove
+from support.probe import NODES, StatefulEnv, _native, difference, prove
 
 import jaxvec
 from jaxvec.adapters.replay import ReplayEnv
@@ -224,18 +224,23 @@ def test_what_is_taken_again_is_what_a_walk_takes():
         Odd.random.seed(seed)
         env = wrappers.OrderEnforcing(wrappers.TimeLimit(Odd(seed), 99))
         again, walk = StatefulEnv(env), StatefulEnv(env)
-        walk._incremental = None
+        walk._compiled = None
+        save_changes, restore_changes = (
+            partial(function, again._layers, again._classes)
+            for function in (_native.ext.save_changes, _native.ext.restore_changes)
+        )
         env.unwrapped.reset(seed=seed)
         kept = []
         for _ in range(40):
             env.unwrapped.step(0)
-            counts["taken", again._incremental.save() is not None] += 1
+            latest = again._latest
+            counts["taken", bool(latest) and save_changes(latest, NODES) is not None] += 1
             states = [again.save(), walk.save()]
             assert_same_state(*states)
             kept = [*kept, states[seed % 2]][-3:]
             if Odd.random.random() < 0.4:
                 state = Odd.random.choice(kept)
-                done = again._incremental.restore(state.layers)
+                done = restore_changes(state.layers, NODES)
                 counts["put", done] += 1
                 if not done:
                     assert_same_state(walk.save(), states[1])  # nothing was done

@@ -26,7 +26,7 @@ from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, E
 from jaxvec._extensions.states.env_states import StatefulEnv
 from jaxvec._extensions.states.proof import prove
 from jaxvec._extensions.states.slot_states import SlotState, pack, unpack
-from jaxvec._extensions.states.snapshots.snapshot import difference
+from jaxvec._extensions.states.snapshots.snapshot import NODES, difference
 from jaxvec._extensions.timeline import build as build_timeline
 from jaxvec._leaves import as_jax
 from jaxvec._memory import pinned

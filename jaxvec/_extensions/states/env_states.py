@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 
 import gymnasium
 
+from jaxvec import _native
 from jaxvec._envs.envs import Env
 from jaxvec._errors import EnvStateError
 from jaxvec._extensions.states.snapshots import nodes
 from jaxvec._extensions.states.snapshots.ale import watch_ale
-from jaxvec._extensions.states.snapshots.snapshot import IncrementalSnapshot, find
+from jaxvec._extensions.states.snapshots.node_types import name_of
+from jaxvec._extensions.states.snapshots.snapshot import NODES, find
 
 # --- The state of one env and its wrappers ---------------------------------------------------------------
 
@@ -74,14 +76,15 @@ class StatefulEnv:
         Raises:
             EnvStateError: Something can't be copied. The message names the attribute and suggests what to do.
         """
-        if self._incremental is not None and (changed := self._incremental.save()) is not None:
-            return EnvSnapshot(self._kinds, changed, None)
+        if self._compiled is not None and self._latest is not None:
+            self._latest = self._compiled.save_changes(self._layers, self._classes, self._latest, NODES)
+            if self._latest is not None:
+                return EnvSnapshot(self._kinds, self._latest, None)
         self._update_layers()
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
         state = nodes.save_again(self._walk)
-        if self._incremental is not None:
-            self._incremental.note(state.layers)
+        self._latest = state.layers
         return state
 
     def _walk(self) -> EnvSnapshot:
@@ -144,8 +147,11 @@ class StatefulEnv:
         Raises:
             EnvStateError: The state is that of an env of another class, or with other wrappers.
         """
-        compiled = self._incremental if self._kinds == state.kinds else None
-        if compiled is not None and compiled.restore(state.layers):
+        if (
+            self._compiled is not None
+            and self._kinds == state.kinds
+            and self._compiled.restore_changes(self._layers, self._classes, state.layers, NODES)
+        ):
             return True
         self.check_fit(state)
         restorer = nodes.Restorer(self._layers, reorders=reorders)
@@ -165,7 +171,7 @@ class StatefulEnv:
         self._layers = _layers(self.env)
         self._pairs = tuple(itertools.pairwise(self._layers))
         self._classes = tuple(map(type, self._layers))
-        self._kinds = tuple(map(_name_of, self._classes))
+        self._kinds = tuple(map(name_of, self._classes))
         base = self._layers[-1]
         methods = _own_methods(type(base))
         # The user's functions or methods that save and restore, and the env that they take.
@@ -174,10 +180,14 @@ class StatefulEnv:
             self._own = self._functions, self.env
         elif methods is not None:
             self._own = methods, base
-        # The incremental snapshot covers attributes only.
-        self._incremental = IncrementalSnapshot(self._layers) if self._own is None else None
+        # Between two snapshots, usually only numbers, arrays and random generators change. C++ then shares
+        # all unchanged dicts and nodes with the latest snapshot, without a walk. At any other change it does
+        # nothing. It covers attributes only.
+        is_covered = self._own is None and not any(map(nodes.slots_of, self._classes))
+        self._compiled = _native.ext if is_covered else None
+        self._latest: list[nodes.Fields] | None = None  # of each layer, if C++ may make the next one from it
         self._nodes: dict[int, Any] = {
-            id(layer): nodes.layer_node(number) for number, layer in enumerate(self._layers)
+            id(layer): nodes.Layer(number) for number, layer in enumerate(self._layers)
         }
 
     def _update_layers(self) -> None:
@@ -194,11 +204,6 @@ def _layers(env: Any) -> list[Any]:
         env = env.env
         layers.append(env)
     return layers
-
-
-@cache
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @cache

@@ -404,18 +404,13 @@ _CHECKS = _ENV | {
 
 
 @dataclass(slots=True, eq=False)
-class _Layer(Node):
+class Layer(Node):
     """A reference to the env or to one of its wrappers, by index."""
 
     number: int
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
         return restorer.layers[self.number]
-
-
-@cache
-def layer_node(number: int) -> _Layer:
-    return _Layer(number)
 
 
 def excluded_fields(layer: Any) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The rules for saving each type, incremental snapshots, and the comparison of snapshots.
+"""The rules for saving each type, and the comparison of snapshots.
 
 A `Saver` (nodes.py) walks an env's attributes and turns each mutable value into a `Node` (node_types.py,
 arrays.py, functions.py, pictures.py, ale.py, mujoco.py); a `Restorer` turns nodes back into values. `find`
@@ -33,7 +33,6 @@ from uuid import UUID
 import gymnasium
 import numpy as np
 
-from jaxvec import _native
 from jaxvec._extensions.states.snapshots import arrays, functions, node_types
 from jaxvec._extensions.states.snapshots.ale import WatchedALE, save_ale
 from jaxvec._extensions.states.snapshots.mujoco import save_data, save_model, save_physics
@@ -42,13 +41,11 @@ from jaxvec._extensions.states.snapshots.nodes import (
     KEPT,
     SAVE_FUNCTIONS,
     CannotCopy,
-    Fields,
     Node,
     SaveFunction,
     Saver,
     has_attributes,
     save_atom,
-    slots_of,
 )
 from jaxvec._extensions.states.snapshots.pictures import save_picture
 
@@ -166,44 +163,11 @@ def find(kind: type) -> SaveFunction:
 _IMMUTABLE = (tuple, frozenset, int, float, complex, str, bytes)  # for example named tuples
 
 
-# --- Incremental snapshots, in C++ -----------------------------------------------------------------------
-# Between two snapshots of an env, usually only numbers, arrays and random generators change. C++ then shares
-# all unchanged dicts and nodes with the last snapshot, without a walk. At any other change it does nothing,
-# and Python walks through all attributes. C++ uses the nodes' attributes by name, see states.cc.
-
-_NODES = (
+# Atoms, and the nodes that C++ makes, reads or shares; it uses their attributes by name, see states.cc.
+NODES = (
     *(ATOMS, Node, arrays.Array, node_types.Generator, node_types.BitGenerator, node_types.Space),
     *(node_types.Dict, node_types.Object),
 )
-
-
-class IncrementalSnapshot:
-    """The latest snapshot of an env and its wrappers, outermost first; C++ makes the next one from it."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        self._layers = layers
-        self._classes = tuple(map(type, layers))
-        self._before: list[Fields] | None = None
-        slotted = any(slots_of(type(layer)) for layer in layers)
-        self._compiled = None if slotted else _native.ext
-
-    def save(self) -> list[Fields] | None:
-        """Returns the attributes of each layer; `None` if a walk is needed."""
-        compiled = self._compiled
-        before = self._before
-        if compiled is None or before is None:
-            return None
-        self._before = compiled.save_changes(self._layers, self._classes, before, _NODES)
-        return self._before
-
-    def note(self, fields: list[Fields]) -> None:
-        """Sets the result of a walk as the latest snapshot."""
-        self._before = fields
-
-    def restore(self, fields: list[Fields]) -> bool:
-        """Restores each layer's attributes; returns False, with no change, if a walk is needed."""
-        compiled = self._compiled
-        return compiled is not None and compiled.restore_changes(self._layers, self._classes, fields, _NODES)
 
 
 # --- Bit-for-bit comparison of two snapshots, or of two results of an env --------------------------------
