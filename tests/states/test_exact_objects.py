@@ -531,10 +531,6 @@ CASES: dict[str, Any] = {
         build(rng=lambda env: random.Random(3)),
         lambda env, n: env.rng.random() + env.rng.gauss(0, 1),
     ),
-    "free lock": (
-        build(lock=lambda env: threading.Lock()),
-        lambda env, n: env.lock.acquire() and (env.lock.release() or n),
-    ),
     "array.array": (
         build(held=lambda env: array.array("d", [0]), view=lambda env: [env.held]),
         lambda env, n: env.view[0].append(n) or sum(env.held),
@@ -731,6 +727,12 @@ def test_objects_of_local_classes_do_not_leave_their_process():
     stateful.restore(state)
     with pytest.raises(jaxvec.EnvStateError, match="Local is not found by its name"):
         copied(state)
+
+
+def test_a_free_lock_stays_with_its_env():
+    env, stateful = held_by(held=(lock := threading.Lock()))
+    stateful.restore(copied(stateful.save()))
+    assert env.held is lock
 
 
 @pytest.mark.parametrize("held", [logging.getLogger("jaxvec.states"), Planet.EARTH])

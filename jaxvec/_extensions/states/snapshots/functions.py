@@ -1,15 +1,14 @@
-"""Nodes of functions with variables of their own, of methods, and of locks."""
+"""Nodes of functions with variables of their own and of methods, and the rule for locks."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._extensions.states.snapshots.nodes import CannotCopy, Node, Restorer, Saver, is_global
+from jaxvec._extensions.states.snapshots.nodes import KEPT, CannotCopy, Node, Restorer, Saver, is_global
 
 
 @dataclass(slots=True, eq=False)
@@ -126,20 +125,9 @@ def _save_cell(saver: Saver, cell: Any) -> Any:
     return node
 
 
-@dataclass(slots=True, eq=False)
-class _Lock(Node):
-    """A lock that no thread holds. A new one takes its place if the env has no such lock any more."""
-
-    kind: str
-
-    def restore(self, restorer: Restorer, old: Any) -> Any:
-        if type(old).__name__ == self.kind and restorer.reuse(old):
-            return old
-        return threading.RLock() if self.kind == "RLock" else threading.Lock()
-
-
 def save_lock(saver: Saver, value: Any) -> Any:
+    """Takes a lock, which stays with its env."""
     locked = value._is_owned() if hasattr(value, "_is_owned") else value.locked()
     if locked:
         raise CannotCopy("it is a lock that is held")
-    return saver.remember(value, _Lock(type(value).__name__))
+    return KEPT
