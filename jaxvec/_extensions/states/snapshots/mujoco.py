@@ -147,9 +147,7 @@ _free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 def save_data(saver: Saver, data: Any) -> Any:
     model = data.model
     mujoco = _mujoco()
-    free = _free.get(data)
-    if free is None:
-        free = _free[data] = []
+    free = _free.setdefault(data, [])
     copy = free.pop() if free else mujoco.MjData(model)
     mujoco.mj_copyData(copy, model, data)
     return saver.remember(data, _Data(saver.value(model), copy, free))

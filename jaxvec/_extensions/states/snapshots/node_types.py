@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import gc
-import marshal
 import operator
+import pickle
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,8 +34,6 @@ from jaxvec._extensions.states.snapshots.nodes import (
 # found elsewhere, the snapshot is taken again, with the items of the outer container saved one by one.
 
 LARGE = 8  # entries
-_MAX_DEPTH = 32  # deeper containers, such as cyclic ones, are saved item by item
-_PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})  # distinct in marshal
 
 
 class Plain(Node):
@@ -73,19 +70,16 @@ class Plain(Node):
         return _copy_plain(self.copy)
 
     def _parts_if_same(self, old: Any) -> frozenset[int] | None:
-        if self.identity is not None and _native.ext is not None:
-            seen = _native.ext.plain_identity(old, ATOMS, self.identity)
-            if seen is True:
-                return self.members
-            if seen is None or not self.is_equal(old):
-                return None
-            return frozenset(seen[1])
-        parts = _parts_of(old)
-        return parts if parts is not None and self.is_equal(old) else None
+        if _native.ext is None:
+            return None
+        seen = _native.ext.plain_identity(old, ATOMS, self.identity)
+        if seen is True:
+            return self.members
+        return frozenset(seen[1]) if seen is not None and self.is_equal(old) else None
 
     def is_equal(self, value: Any) -> bool:
         """Returns whether a value is equal bit for bit: 1 equals 1.0, and so do dicts in different orders."""
-        return self.bytes is not None and _bytes(value) == self.bytes and value == self.copy
+        return self.bytes is not None and _bytes(value) == self.bytes
 
 
 def save_plain(saver: Saver, value: Any) -> Plain | None:
@@ -114,36 +108,14 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
 def _bytes(value: Any) -> bytes | None:
     """Returns bytes that differ for values that differ; `None` if there are none."""
     try:
-        # Version 2, since later ones depend on aliases. `marshal` writes NumPy's scalars without their type.
-        return marshal.dumps(value, 2) if _parts_of(value) is not None else None
-    except ValueError:
+        return pickle.dumps(value, 5)
+    except Exception:  # for a class that is not found by its name
         return None
-
-
-def _parts_of(container: Any) -> frozenset[int] | None:
-    """Returns the `id`s of the containers in a container, itself among them.
-
-    It is `None` if the container holds one of them twice, or anything else than `_PLAIN_TYPES`.
-    """
-    numbers: list[int] = []
-    level = [container]
-    for _ in range(_MAX_DEPTH):
-        numbers += map(id, level)
-        level = [value for value in gc.get_referents(*level) if not _is_leaf(value)]
-        if not level:
-            parts = frozenset(numbers)
-            return parts if len(parts) == len(numbers) else None
-        if not _CONTAINERS.issuperset(map(type, level)) or len(set(map(id, level))) < len(level):
-            return None
-    return None
-
-
-_CONTAINERS = frozenset({list, dict, tuple})
 
 
 def _is_leaf(value: Any) -> bool:
     kind = type(value)
-    return kind in _PLAIN_TYPES or (kind is tuple and _PLAIN_TYPES.issuperset(map(type, value)))
+    return kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value)))
 
 
 def _copy_plain(value: Any) -> Any:
@@ -350,9 +322,12 @@ class BitGenerator(Node):
         if fits:
             old.state = self.state
         else:  # unpickling does the same; a new bit generator would take much longer
-            # A new sequence, since spawning changes it.
-            fresh = None if sequence is None else _make_sequence(_seed(sequence), self.num_spawned)
-            old.__setstate__((self.state, fresh))
+            if sequence is not None:  # a new one, since spawning changes it
+                entropy, key, size = _seed(sequence)
+                sequence = np.random.SeedSequence(
+                    entropy, spawn_key=key, pool_size=size, n_children_spawned=self.num_spawned
+                )
+            old.__setstate__((self.state, sequence))
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.cls, other.cls
@@ -365,11 +340,6 @@ def _seed(sequence: Any) -> Any:
     if type(sequence) is not np.random.SeedSequence:
         return None
     return sequence.entropy, sequence.spawn_key, sequence.pool_size
-
-
-def _make_sequence(seed: Any, num_spawned: int) -> Any:
-    entropy, key, size = seed
-    return np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=num_spawned)
 
 
 def save_bits(saver: Saver, value: Any) -> Any:
@@ -527,11 +497,7 @@ def save_game_state(saver: Saver, value: Any) -> Any:
     # Such games have random numbers or distributions that are not in the text.
     if kind.chance_mode.name == "SAMPLED_STOCHASTIC" or kind.dynamics.name == "MEAN_FIELD":
         raise CannotCopy(f"it is of the game {kind.short_name}, whose states OpenSpiel can't write in full")
-    return _save_parts(saver, value, (_read_game_state, (game, value.serialize())))
-
-
-def _read_game_state(game: Any, text: str) -> Any:
-    return game.deserialize_state(text)
+    return _save_parts(saver, value, (game.deserialize_state, (value.serialize(),)))
 
 
 def save_trusted(saver: Saver, value: Any) -> Any:

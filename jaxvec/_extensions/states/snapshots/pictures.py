@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._extensions.states.snapshots.nodes import KEPT, CannotCopy, Node, Restorer, Saver
-
-
-def _pygame() -> Any:
-    return importlib.import_module("pygame")
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +26,8 @@ class _Picture(Node):
     pixels: NDArray[np.uint8]
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        pygame = _pygame()
+        import pygame
+
         is_surface = type(old) is pygame.Surface and old.get_parent() is None
         fits = is_surface and _form(old) == self.form and restorer.reuse(old)
         if fits:
@@ -55,7 +51,8 @@ class _Picture(Node):
 
 def save_picture(saver: Saver, value: Any) -> Any:
     """Takes a surface. A window stays with its env as it is."""
-    pygame = _pygame()
+    import pygame
+
     if type(value) is not pygame.Surface:
         raise CannotCopy("it is of a class that extends pygame.Surface, which may hold more")
     if pygame.display.get_init() and pygame.display.get_surface() is value:
