@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -77,8 +75,7 @@ class Recorder:
         self._pieces: list[list[Any]] = [[] for _ in range(num_envs)]
         self._resets: list[Any] = [(None, None)] * num_envs  # seeds and options of running episodes
         self._last = np.zeros((4, num_envs), np.int_)  # `_progress` of the latest rows
-        # The calls of `_split` and `_restart` that `take` will make.
-        self._waiting: list[Callable[[list[Episode]], None]] = []
+        self._episodes: list[Episode] = []  # those that have ended since the last call of `take`
         self.add_reset(timestep, seed=seed, options=options)
 
     def add(self, action: Any, timestep: TimeStep) -> None:
@@ -94,7 +91,7 @@ class Recorder:
         steps = jax.device_get((action, timestep))
         actions, timesteps = _part(steps, None) if timestep.terminated.ndim == 1 else steps
         self._check_lengths(timesteps)
-        self._waiting.append(partial(self._split, actions, timesteps))
+        self._split(actions, timesteps)
 
     def add_reset(
         self, timestep: TimeStep, mask: Any = None, *, seed: Any = None, options: Any = None
@@ -113,7 +110,10 @@ class Recorder:
         options_of_envs = expand_options(options, np.arange(num_envs))
         resets = [(read_seed(seeds[i]), options_of_envs.get(i)) for i in range(num_envs)]
         rows = self._rows(self._no_action, timestep)
-        self._waiting.append(partial(self._restart, mask, rows, resets))
+        for env_id in np.flatnonzero(mask).tolist():
+            self._end(env_id, cut=True)
+            self._pieces[env_id].append(_part(rows, [env_id]))
+            self._resets[env_id] = resets[env_id]
         self._last = np.where(mask, _progress(timestep), self._last)
 
     def take(self, *, cut: bool = False) -> list[Episode]:
@@ -122,16 +122,14 @@ class Recorder:
         Args:
             cut: Whether to end the recording: running episodes are truncated, and returned, too.
         """
-        episodes: list[Episode] = []
-        for split in self._waiting:
-            split(episodes)
-        self._waiting = []
         if cut:
             for env_id in range(len(self._pieces)):
-                self._end(env_id, episodes, cut=True)
+                self._end(env_id, cut=True)
+        episodes = self._episodes
+        self._episodes = []
         return episodes
 
-    def _split(self, action: Any, timestep: TimeStep[Any], episodes: list[Episode]) -> None:
+    def _split(self, action: Any, timestep: TimeStep[Any]) -> None:
         """Adds steps `[num_steps, num_envs, ...]` to the running episodes."""
         steps = self._rows(action, merge_final_info(timestep)._replace(obs=timestep.last_obs))
         starts = self._rows(action, timestep)  # of the episodes after an end
@@ -142,17 +140,11 @@ class Recorder:
                 # The row of a fault is no step of the env.
                 cut = bool(fault[end, env_id])
                 pieces.append(_part(steps, (slice(start, end + 1 - cut), env_id)))
-                self._end(env_id, episodes, cut=cut)
+                self._end(env_id, cut=cut)
                 start = end + 1
                 if self._same_step:
                     pieces.append(_part(starts, (slice(end, start), env_id)))
             pieces.append(_part(steps, (slice(start, len(idle) - idle[:, env_id].sum()), env_id)))
-
-    def _restart(self, mask: Any, rows: Any, resets: list[Any], episodes: list[Episode]) -> None:
-        for env_id in np.flatnonzero(mask).tolist():
-            self._end(env_id, episodes, cut=True)
-            self._pieces[env_id].append(_part(rows, [env_id]))
-            self._resets[env_id] = resets[env_id]
 
     def _check_lengths(self, timestep: TimeStep[Any]) -> None:
         """Raises if the lengths of episodes show that an env was reset or restored between the steps."""
@@ -176,8 +168,8 @@ class Recorder:
         infos = {name: timestep.info[name] for name in self._spec.declared.keys}
         return action, *timestep[1:4], timestep.obs, infos
 
-    def _end(self, env_id: int, episodes: list[Episode], *, cut: bool) -> None:
-        """Adds the running episode of an env to `episodes`, if it has steps; truncated if it is `cut`."""
+    def _end(self, env_id: int, *, cut: bool) -> None:
+        """Ends the running episode of an env, and keeps it if it has steps; truncated if it is `cut`."""
         pieces = self._pieces[env_id]
         seed, options = self._resets[env_id]
         self._resets[env_id] = (None, None)
@@ -185,7 +177,7 @@ class Recorder:
             *steps, obs, infos = jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)
             episode = Episode._make([seed, options, obs, *_part(steps, slice(1, None)), infos])
             episode.truncations[-1] |= cut
-            episodes.append(episode)
+            self._episodes.append(episode)
         pieces.clear()
 
 
