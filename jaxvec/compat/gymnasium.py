@@ -147,7 +147,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self._autoreset = parse_autoreset(autoreset_mode)
         self.autoreset_mode: AutoresetMode = self._autoreset.as_gymnasium
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
-        self._copies = Copies(unread=self.pool.spec.statistics)
+        self._deliver = Copies(unread=self.pool.spec.statistics) if copy else views
         try:
             self.num_envs: int = self.pool.num_envs
             self.metadata: dict[str, Any] = self.pool.metadata
@@ -241,10 +241,9 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     def _step(self, actions: Any) -> Rows:
         """Steps all envs in one pool operation, which is faster than a send and a receive."""
         pool = pool_of(self.pool)
-        deliver = self._copies if self.copy else views
         batch, as_objects = self._check_actions(actions)
         if not as_objects:
-            return pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=deliver)
+            return pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=self._deliver)
         pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_objects=True)
         return self._recv()
 
@@ -261,9 +260,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def _recv(self, timeout: float | None = None) -> Rows:
         pool = pool_of(self.pool)
-        deliver = self._copies if self.copy else views
         move = pool.move_all(Verb.RECV, Caller.HOST)
-        return pool.recv(move, deliver=deliver, timeout=timeout, wait_for_all=True)
+        return pool.recv(move, deliver=self._deliver, timeout=timeout, wait_for_all=True)
 
     def _after_reset(self, rows: Rows, mask: NDArray[np.bool_] | None) -> tuple[Any, dict[str, Any]]:
         infos = self._infos()
