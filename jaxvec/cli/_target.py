@@ -67,12 +67,23 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         metavar="ENV",
         help='a Gymnasium id ("CartPole-v1", "ALE/Pong-v5", "module:Env-v0"), or "package.module:callable"',
     )
-    text = "JSON object of keyword arguments for the env's constructor"
-    parser.add_argument("--kwargs", metavar="JSON", default="{}", help=text)
-    text = "JSON object of options for each reset of the env"
-    parser.add_argument("--reset-options", metavar="JSON", default="{}", help=text)
-    text = "key of the mask of legal actions in the info or the observation; default action_mask"
-    parser.add_argument("--mask-info", metavar="KEY", help=text)
+    parser.add_argument(
+        "--kwargs",
+        metavar="JSON",
+        default="{}",
+        help="JSON object of keyword arguments for the env's constructor",
+    )
+    parser.add_argument(
+        "--reset-options",
+        metavar="JSON",
+        default="{}",
+        help="JSON object of options for each reset of the env",
+    )
+    parser.add_argument(
+        "--mask-info",
+        metavar="KEY",
+        help="key of the mask of legal actions in the info or the observation; default action_mask",
+    )
 
 
 def find_target(options: Namespace) -> Target:
