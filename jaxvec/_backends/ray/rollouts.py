@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxvec import __version__, _errors
@@ -816,9 +815,7 @@ def _jax_options(cache: str, actor_options: Mapping[str, Any]) -> dict[str, Any]
 
 def _copy_leaf(leaf: Any) -> Any:
     """Returns a copy, which JAX may make later, but which stays valid if the original is donated."""
-    if isinstance(leaf, jax.Array):
-        return jnp.copy(leaf)
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
 def _refuse(error: Exception) -> _errors.NotPicklableError:
