@@ -30,7 +30,7 @@ from jaxvec._engine.move import Move, Verb
 from jaxvec._memory.segment import Rows
 from jaxvec._options import AutoresetName
 from jaxvec._results import TimeStep
-from jaxvec._spec import PoolSpec
+from jaxvec._spec import PoolSpec, declarations
 from jaxvec._vector_env import VectorEnv, pool_of
 from jaxvec.adapters._packages import install_command
 from jaxvec.callbacks import _functions
@@ -412,13 +412,10 @@ class Task:
         **kwargs: Any,
     ) -> VectorEnv:
         """Starts a pool. `info` declares more keys of the envs' info; see `jaxvec.make` for all arguments."""
-        if isinstance(info, Iterable) and not isinstance(info, (str, Mapping)):
-            info = dict.fromkeys(info)
-        if self.info and isinstance(info, Mapping | None):
-            info = {**self.info, **(info or {})}
+        declared = {**self.info, **declarations(info)}
         try:
             return jaxvec.make(
-                self.env, num_envs, info=info, autoreset_mode=autoreset_mode, **kwargs, **self.env_kwargs
+                self.env, num_envs, info=declared, autoreset_mode=autoreset_mode, **kwargs, **self.env_kwargs
             )
         except gymnasium.error.Error as error:
             if str(self.env).endswith("-v5") and importlib.util.find_spec("ale_py") is None:
