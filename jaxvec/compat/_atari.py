@@ -75,10 +75,10 @@ def find(task_id: Any) -> str | None:
 
 def parse(task_id: str, options: dict[str, Any]) -> AtariOptions:
     """Checks the keyword arguments of a task. Raises `TypeError` or `ValueError` if one is invalid."""
-    unknown = sorted(options.keys() - asdict(AtariOptions()).keys())
-    if unknown:
-        known = ", ".join(asdict(AtariOptions()))
-        raise TypeError(f"{task_id} has no options {unknown}; use {known}, or arguments of jaxvec.make")
+    known = asdict(AtariOptions())
+    if unknown := sorted(options.keys() - known.keys()):
+        names = ", ".join(known)
+        raise TypeError(f"{task_id} has no options {unknown}; use {names}, or arguments of jaxvec.make")
     parsed = AtariOptions(**options)
     for name in ("stack_num", "frame_skip", "noop_max", "max_episode_steps"):
         if getattr(parsed, name) < 1:

@@ -81,10 +81,6 @@ def to_old_gym(space: Space[Any]) -> Any:
 
 
 # Time steps and specs of `env_type="dm"`.
-# The values of dm_env.StepType.
-FIRST = 0
-MID = 1
-LAST = 2
 
 
 @lru_cache
@@ -110,8 +106,9 @@ def to_dm_timestep(timestep: jaxvec.TimeStep[Any]) -> Any:
     """Converts a batch to dm_env's `TimeStep`. Its observation is a namedtuple of `obs` and the info."""
     over = timestep.done
     first = timestep.info["episode_length"] == 0
+    # In dm_env.StepType, FIRST is 0, MID is 1, and LAST is 2.
     return TimeStep(
-        step_type=(MID + over * (LAST - MID) - first * (MID - FIRST)).astype(np.int32),
+        step_type=1 + over.astype(np.int32) - first.astype(np.int32),
         reward=timestep.reward,
         discount=1 - over.astype(np.float32),
         observation=record("State", _state(timestep.info, timestep.obs)),
