@@ -103,11 +103,11 @@ class PaddedNode(DictNode):
 
     Attributes:
         kind: The form of the env's values; `"stacked"` for `Sequence(stack=True)`.
-        item: Node of one item of a sequence. It has the paths of `items`, without their first axis.
+        item: Node of one item of a sequence, or None. It has the paths of `items`, without their first axis.
     """
 
     kind: Padding
-    item: Node | None = None
+    item: Any = None
 
     @property
     def as_stored(self) -> DictNode:

@@ -50,9 +50,7 @@ class SliceSpares(SliceExtension):
     def __init__(self, env_slice: EnvSlice) -> None:
         self._slice = env_slice
         self._slots = env_slice.slots
-        self._envs = (
-            env_slice.slots.spares
-        )  # in the order of the queue; the worker closes those that it has then
+        self._envs = env_slice.slots.spares  # in the order of the queue; the worker closes those that it has
         self._resets = deque(Spare() for _ in self._envs)
         self._used = False  # True after the first reset of an env in a slot; no seed is known earlier
         self.autoreset = self._swap

@@ -442,16 +442,14 @@ def _item_rows(node: PaddedNode, arrays: Arrays) -> Arrays:
 
 
 def _sequence_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
-    assert node.item is not None
-    item = node.item
     fit = _fitter(node, arrays)
     most = _max_size(node.child("items"), arrays)
     parts = [arrays[leaf.path] for leaf in leaves(node.child("items"))]
-    write_item = writer(item, _item_rows(node, arrays), check=check)
+    write_item = writer(node.item, _item_rows(node, arrays), check=check)
 
     def write(slot: int, value: Any) -> None:
         if node.kind == "stacked":
-            value = _unstack(item, value)
+            value = _unstack(node.item, value)
         elif not isinstance(value, (tuple, list)):
             raise InvalidValue(
                 f"{format_path(node.path)}: expected a tuple, got {type(value).__name__}; {_SPACE}"
@@ -466,16 +464,14 @@ def _sequence_writer(node: PaddedNode, arrays: Arrays, check: str) -> Write:
 
 
 def _sequence_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], Any]:
-    assert node.item is not None
-    item = node.item
     size = _sizer(node, arrays, "items", "length")
     most = _max_size(node.child("items"), arrays)
-    read_items = reader(item, _item_rows(node, arrays))
+    read_items = reader(node.item, _item_rows(node, arrays))
 
     def read(slot: int) -> Any:
         start = slot * most
         items = tuple(read_items(slice(start, start + size(slot), 1)))
-        return _stack(item, items) if node.kind == "stacked" else items
+        return _stack(node.item, items) if node.kind == "stacked" else items
 
     return read
 

@@ -64,11 +64,7 @@ def _reduce_constant(value: Any) -> Any:
     array: Any = value if value.flags.forc else np.array(value)
     order = "C" if array.flags.c_contiguous else "F"
     array.flags.writeable = False
-    return _constant, (pickle.PickleBuffer(array), value.dtype, value.shape, order)
-
-
-def _constant(buffer: bytes, dtype: Any, shape: Any, order: Any) -> Any:
-    return np.ndarray(shape, dtype, buffer, order=order)
+    return np.ndarray, (value.shape, value.dtype, pickle.PickleBuffer(array), 0, None, order)
 
 
 def unpickled(value: Any) -> Any:

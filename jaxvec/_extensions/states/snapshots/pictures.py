@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,7 @@ class _Picture(Node):
     pixels: NDArray[np.uint8]
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        import pygame
-
+        pygame = importlib.import_module("pygame")
         is_surface = type(old) is pygame.Surface and old.get_parent() is None
         fits = is_surface and _form(old) == self.form and restorer.reuse(old)
         if fits:
@@ -51,8 +51,7 @@ class _Picture(Node):
 
 def save_picture(saver: Saver, value: Any) -> Any:
     """Takes a surface. A window stays with its env as it is."""
-    import pygame
-
+    pygame = importlib.import_module("pygame")
     if type(value) is not pygame.Surface:
         raise CannotCopy("it is of a class that extends pygame.Surface, which may hold more")
     if pygame.display.get_init() and pygame.display.get_surface() is value:
