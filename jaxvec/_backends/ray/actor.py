@@ -145,11 +145,9 @@ class RolloutActor:
             while len(results) < count:
                 results.append(self._run_one(self._envs, index + len(results)))
         except Exception as error:
-            try:
-                self._envs.raise_if_failed()
-                failure = _pack_error(error)
-            except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
-                failure = _pack_error(typed)
+            # The pool's error, if there is one; JAX raises an error of its own with the same text.
+            state = pool_of(self._envs).state
+            failure = _pack_error(state.take_error() or state.broken_by or error)
             results.append(failure._replace(pool_restarts=self._count_new(self._envs)[1]))
         return results
 
@@ -216,7 +214,7 @@ def _load(structure: bytes) -> Any:
     return jax.tree.structure(cloudpickle.loads(structure))
 
 
-def _pack_error(error: Exception) -> RemoteError:
+def _pack_error(error: BaseException) -> RemoteError:
     pickled = None
     with suppress(Exception):
         pickled = dumps(error)
