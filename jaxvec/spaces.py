@@ -53,9 +53,9 @@ def _pad(node: Node, value: Any) -> Any:
     values = cast("list[Any]", value) if isinstance(value, list) else [value]
     arrays = {leaf.path: np.zeros((len(values), *leaf.shape), leaf.stored) for leaf in leaves(node)}
     write = writer(node, arrays)
-    for slot, one in enumerate(values):
+    for slot, slot_value in enumerate(values):
         try:
-            write(slot, one)
+            write(slot, slot_value)
         except InvalidValue as error:
             raise ActionError(str(error)) from error
     return build(node, lambda leaf: arrays[leaf.path] if isinstance(value, list) else arrays[leaf.path][0])

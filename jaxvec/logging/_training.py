@@ -276,13 +276,13 @@ class TrainingRun(Run):
             video: Number of envs to film; by default that of the options, and 0 if the run is evaluated.
             **options: Further arguments of `jaxvec.make`, which replace those of the options.
         """
-        given = self.options
-        chosen = {"num_envs": given.num_envs, "num_workers": given.num_workers, **options}
-        spare = {"spare_envs": given.spare_envs}  # which excludes saved states
-        chosen = (spare if given.spare_envs else {"states": chosen["num_envs"]}) | chosen
+        own = self.options
+        chosen = {"num_envs": own.num_envs, "num_workers": own.num_workers, **options}
+        spare = {"spare_envs": own.spare_envs}  # which excludes saved states
+        chosen = (spare if own.spare_envs else {"states": chosen["num_envs"]}) | chosen
         if video is None:
-            video = 0 if self._evaluate else given.video
-        return make(self.film(given.env_fn(), video), **chosen, **given.env_arguments())
+            video = 0 if self._evaluate else own.video
+        return make(self.film(own.env_fn(), video), **chosen, **own.env_arguments())
 
 
 class Policy:

@@ -30,7 +30,7 @@ _PROBE_TIMEOUT = 60  # seconds
 _PROBE = f"""
 import json, platform
 from importlib.metadata import distributions
-versions = {{name: one.version for name in {[*_OLDEST]!r} for one in distributions(name=name)}}
+versions = {{name: package.version for name in {[*_OLDEST]!r} for package in distributions(name=name)}}
 print(json.dumps(dict(versions, Python=platform.python_version())))
 """
 
@@ -84,19 +84,19 @@ def _versions(python: str) -> dict[str, tuple[int, ...]]:
         run = subprocess.run(
             [python, "-c", _PROBE], env=env, capture_output=True, text=True, timeout=_PROBE_TIMEOUT
         )
-        found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+        texts: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"{name} can't be started: {error}") from error
     except (IndexError, ValueError):
         reason = (run.stderr.strip().splitlines() or [f"it ended with code {run.returncode}"])[-1]  # pyright: ignore
         raise ValueError(f"{name} is no interpreter that can run workers: {reason}") from None
-    if "numpy" not in found:
+    if "numpy" not in texts:
         raise ValueError(f"{name} has no numpy; install it: {python} -m pip install numpy")
-    versions = {package: lender.parse(version) for package, version in found.items()}
+    versions = {package: lender.parse(version) for package, version in texts.items()}
     for package, version in versions.items():
         if version < (oldest := _OLDEST[package]):
             needed = ".".join(map(str, oldest))
-            raise ValueError(f"{name} has {package} {found[package]}, but workers need {needed} or newer")
+            raise ValueError(f"{name} has {package} {texts[package]}, but workers need {needed} or newer")
     return versions
 
 

@@ -200,8 +200,8 @@ def _integers(space: Any) -> dict[str, Any]:
     # Older spaces have no `start`. Older constructors take no `dtype`: it is always int64.
     start = getattr(space, "start", None)
     dtype = np.dtype(space.dtype)
-    given = {} if start is None or not np.any(start) else {"start": start}
-    return given if dtype == np.int64 else {**given, "dtype": dtype}
+    arguments = {} if start is None or not np.any(start) else {"start": start}
+    return arguments if dtype == np.int64 else {**arguments, "dtype": dtype}
 
 
 def _each(space: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ _ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "MultiBinary": lambda s: {"n": tuple(s.shape) if len(s.shape) > 1 else int(s.n)},
     "Tuple": _each,
     "OneOf": _each,
-    "Dict": lambda s: {"spaces": {key: convert_space(each) for key, each in s.spaces.items()}},
+    "Dict": lambda s: {"spaces": {key: convert_space(child) for key, child in s.spaces.items()}},
     "Text": lambda s: {
         **{name: int(getattr(s, name)) for name in ("min_length", "max_length")},
         "charset": frozenset(s.character_set),

@@ -67,6 +67,6 @@ if __name__ == "__main__":
     folder = os.path.join(os.path.dirname(os.path.dirname(here)), "_workers")
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != here)]
     # First, so that this process ends with the program from now on.
-    held = importlib.import_module("lifeline").hold(int(sys.argv[2]))
+    descriptor = importlib.import_module("lifeline").hold(int(sys.argv[2]))
     del sys.path[0]
-    main(json.loads(sys.argv[1]), held, sys.argv[3], [int(word) for word in sys.argv[4:]])
+    main(json.loads(sys.argv[1]), descriptor, sys.argv[3], [int(word) for word in sys.argv[4:]])
