@@ -7,6 +7,9 @@ stepping loop of workers. `_engine` wraps the former two in Python.
 from __future__ import annotations
 
 import sys
+import warnings
+from hashlib import sha256
+from pathlib import Path
 
 ext = None
 _reason: str | None = None
@@ -22,6 +25,17 @@ else:
         )
     except ImportError as error:
         _reason = f"the native library can't be loaded: {error}; reinstall jaxvec"
+    else:
+        # A clone has sources, and `git pull` changes them but not the library.
+        sources = sorted(Path(__file__).parent.glob("*.[ch]*"))
+        digests = "".join(sha256(source.read_bytes()).hexdigest() for source in sources)
+        if sources and getattr(ext, "SOURCES", "") != sha256(digests.encode()).hexdigest():
+            ext = None
+            _reason = (
+                "the native library was built from other sources than those of this clone; run "
+                "`pip install -e .` again"
+            )
+            warnings.warn(_reason, RuntimeWarning, stacklevel=2)
 
 
 class NativeUnavailableError(ImportError):

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from jaxvec._memory.segment import Marks
 
+SOURCES: str  # digest of the C++ sources, see CMakeLists.txt
+
 # --- dispatch.h ---
 
 @final

@@ -9,8 +9,7 @@
 
 namespace {
 
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_ext", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_ext", nullptr, -1, {}, {}, {}, {}, {}};
 
 }  // namespace
 
@@ -18,6 +17,7 @@ PyMODINIT_FUNC PyInit__ext() try {
   import_array();
   Ref module = own(PyModule_Create(&definition));
   for (const auto add : {add_engine, add_calls, add_handlers, add_stepper, add_states}) add(module.get());
+  check(PyModule_AddStringConstant(module.get(), "SOURCES", JAXVEC_SOURCES) == 0);
   return module.release();
 } catch (const PythonError&) {
   return nullptr;

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import pytest
 from support.scripts import end, gone
 
 import jaxvec
+from jaxvec import _native
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import _bench
 from jaxvec.cli._bench import Sample
@@ -680,6 +682,28 @@ def test_doctor_says_the_same_to_people_and_programs(run):
     assert code == 0
     assert text == "".join(f"{what:15} {said}\n" for what, said in found.items())
     assert found["jaxvec"] == jaxvec.__version__
+
+
+@pytest.mark.skipif(_native.ext is None, reason="there is no native library")
+def test_doctor_names_a_native_library_of_other_sources(tmp_path):
+    """As after `git pull`, before the library is built again."""
+    folder = shutil.copytree(Path(jaxvec.__file__).parent, tmp_path / "jaxvec") / "_native"
+    shutil.copy(_native.ext.__file__, folder)
+
+    def doctor():
+        # -S: without the finder of an editable install
+        command = [sys.executable, "-S", "-m", "jaxvec", "doctor"]
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        env = os.environ | {"PYTHONPATH": path}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True)
+
+    assert re.search(r"^native library +loaded$", doctor().stdout, re.MULTILINE)
+    (folder / "engine.h").write_text("// another version")
+    done = doctor()
+    assert re.search(
+        r"^native library +off: .*other sources.*`pip install -e \.` again", done.stdout, re.MULTILINE
+    )
+    assert "RuntimeWarning: the native library was built from other sources" in done.stderr
 
 
 def test_a_folder_named_ray_is_not_ray(run, tmp_path, monkeypatch):
