@@ -34,8 +34,7 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64]:
     if seed is None:
         return words
     if np.ndim(seed) == 0:
-        first = _index(seed)
-        seeds: list[int | None] = [first + i for i in range(num_envs)]
+        seeds: list[int | None] = [_index(seed) + i for i in range(num_envs)]
     else:
         seeds = [None if env_seed is None else _index(env_seed) for env_seed in seed]
         if len(seeds) != num_envs:
@@ -60,8 +59,7 @@ def derive_seeds(seed: int, *numbers: int) -> int:
 
 def check_seeds(words: NDArray[np.int64]) -> None:
     """Raises `ValueError` if a seed, in the form that `expand_seeds` returns, is negative."""
-    highest = words[:, -1]
-    env_id = find_first((highest < 0) & (highest != NO_SEED))
+    env_id = find_first((words[:, -1] < 0) & (words[:, -1] != NO_SEED))
     if env_id is not None:
         raise ValueError(_out_of_range(read_seed(words[env_id]), env_id))
 
@@ -293,8 +291,7 @@ def _check_batch(
         except (TypeError, OverflowError) as error:
             raise _unexpected(leaf, shape, f"{type(value).__name__}: {error}") from error
         if one_for_all and array.shape == leaf.shape:
-            xp = np if isinstance(array, np.ndarray) else array.__array_namespace__()
-            array = xp.broadcast_to(array, shape)
+            array = array.__array_namespace__().broadcast_to(array, shape)
         if array.shape != shape or not castable(array.dtype, leaf):
             advice = conversion.advice if array.shape != shape else f"; cast it by .astype({leaf.stored})"
             raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}{advice}")

@@ -29,12 +29,11 @@ class NativeParentDispatch(ParentDispatch):
         spin_ns: int,
     ) -> None:
         super().__init__(marks)
-        stops = np.array([stop for _, stop in slices])
         sockets = np.array([channel.fileno() for channel in channels], np.int32)
         words = candidates()
         self.native_end = load().parent(
             marks,
-            stops,
+            np.array([stop for _, stop in slices]),
             sockets,
             spin_ns,
             int(DEATH_CHECK_INTERVAL * 1e9),

@@ -113,7 +113,6 @@ class Pool:
         self.resets_required: bool = resets_required
         if not resets_required:
             self.pending_envs.needs_reset[:] = False
-        ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         self.engine: Engine = workers.open_engine(
             EngineConfig(
                 pool_id=self.id,
@@ -122,7 +121,7 @@ class Pool:
                 dispatch=workers.send,
                 in_order=in_order,
                 all_at_once=all_at_once,
-                ends_need_reset=ends_need_reset,
+                ends_need_reset=resets_required and spec.autoreset is Autoreset.DISABLED,
                 timeout=timeouts.step,
                 # So a handle from a checkpoint of another process is stale, even after equally many calls. A
                 # random pool id would do as well, but it is a constant in the programs that JAX caches.

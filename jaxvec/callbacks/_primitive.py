@@ -205,8 +205,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
         _ffi.prepare(call, ctx.avals_in, platform=platform, copies=_copies(devices))
         fun = partial(_ffi.call, call, platform=platform)
     else:
-        native = _ffi.reason_unavailable() is None
-        fun = partial(_io_callback.call, call, platform=platform, native=native)
+        fun = partial(_io_callback.call, call, platform=platform, native=_ffi.reason_unavailable() is None)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
 
 
