@@ -38,6 +38,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         # Any thread sends, with `sending`; one thread at a time receives, in a pool with `polling`.
         self._socket = sock
+        sock.setblocking(True)  # also with a `socket.setdefaulttimeout`
         # Held while sending, or to keep other threads from sending. Reentrant, because a signal handler may
         # send, too.
         self.sending: AbstractContextManager[Any] = threading.RLock()

@@ -119,6 +119,8 @@ class _ForkServer:
         self._patience = _ANSWER_TIMEOUT
         # Any thread sends, since each request is one system call; only a thread with `_lock` receives.
         self._requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.setblocking(True)  # also with a `socket.setdefaulttimeout`
+        server_end.setblocking(True)
         try:
             with server_end, Output().streams(0) as streams:
                 self._process = start(

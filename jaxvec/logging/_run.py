@@ -243,6 +243,7 @@ class Run:
         # Python calls handlers in the main thread, which waits for the compiled program. A thread receives
         # the signal at once, through the wakeup fd.
         receiver, sender = socket.socketpair()
+        receiver.setblocking(True)  # also with a `socket.setdefaulttimeout`
         sender.setblocking(False)
         before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         caught = (signal.SIGINT, signal.SIGTERM)

@@ -12,6 +12,7 @@ import re
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,16 @@ def test_workers_connect_to_a_manager_of_the_program(method, tmp_path):
     script.write_text(SHARING)
     run = run_python(script, method)
     assert run.stdout == "2\n", run.stderr
+
+
+@methods
+def test_control_sockets_have_no_default_timeout(make, method):
+    socket.setdefaulttimeout(0.001)
+    try:
+        # The variable makes a new fork server.
+        assert ask(make, "os.environ['JAXVEC_NEW']", method, env={"JAXVEC_NEW": "1"}) == ["1"]
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_an_edited_module_is_preloaded_again(make, tmp_path, monkeypatch):
