@@ -138,16 +138,22 @@ def specs_named(env_fns: Iterable[EnvFn], pickled: bytes) -> list[EnvSpec]:
     A script may have registered or changed them, and workers know them only as their packages register them.
     """
     functions = [env_fn.args[0] if isinstance(env_fn, partial) else env_fn for env_fn in env_fns]
-    constants = {text for fn in functions for text in getattr(getattr(fn, "__code__", None), "co_consts", ())}
-    specs: list[EnvSpec] = []
-    for env_id, spec in gymnasium.registry.items():
-        for name in (env_id, env_id.rpartition("-v")[0]):  # the version is optional
-            # The code of a short string in a pickle, with its length.
-            in_pickle = bytes([0x8C, len(name.encode()) % 256]) + name.encode() in pickled
-            if name and (in_pickle or name in constants):
-                specs.append(load_from_main(spec))
-                break
-    return specs
+    constants = {
+        str(text).rpartition(":")[2]
+        for function in functions
+        for text in getattr(getattr(function, "__code__", None), "co_consts", ())
+    }
+
+    def is_named(name: str) -> bool:
+        # A short string in a pickle follows its length, and an id may follow the name of a module.
+        ends = bytes([len(name.encode()) % 256]), b":"
+        return bool(name) and (name in constants or any(end + name.encode() in pickled for end in ends))
+
+    return [
+        load_from_main(spec)
+        for env_id, spec in gymnasium.registry.items()
+        if is_named(env_id) or is_named(env_id.rpartition("-v")[0])  # the version is optional
+    ]
 
 
 def put_specs(specs: Iterable[EnvSpec]) -> None:

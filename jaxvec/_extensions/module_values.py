@@ -1,8 +1,8 @@
 """Module values: a warning about values in modules of envs that only the program has changed.
 
-Workers import these modules anew. So after `my_library.SPEED = 3`, or with a patched method, an env in a
-worker differs from one in the program. When a pool starts, its workers send what they have, and the program
-names what differs.
+Workers import these modules anew, and so the entries of Gymnasium's registry. So after `my_library.SPEED
+= 3`, or with a patched method, an env in a worker differs from one in the program. When a pool starts, its
+workers send what they have, and the program names what differs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 
 from jaxvec._envs.env_access import EnvAccess
-from jaxvec._envs.envs import layers_of
+from jaxvec._envs.envs import declared, layers_of
 from jaxvec._extension import Extension
 from jaxvec._memory.segment import Arrays
 
 if TYPE_CHECKING:
     from jaxvec._pool.pool import Pool
 
-# By module and place, such as "Cart.gravity": the text of a number or string, or the hash of a function.
+# By module or entry of Gymnasium's registry, and by place, such as "Cart.gravity": the text of a simple value
+# or the hash of a function.
 ModuleValues: TypeAlias = dict[str, dict[str, "str | int"]]
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
@@ -61,18 +64,32 @@ def _read_each(first: int, stop: int) -> tuple[Any, ...]:
 
 
 def read_values(env: Any) -> ModuleValues:
-    """Returns the values of the modules that define the classes of an env and its wrappers, in a worker."""
-    names = {base.__module__ for layer in layers_of(env) for base in type(layer).__mro__} - {"__main__"}
-    return {
-        name: _read_module(name)
-        for name in names
-        if name in sys.modules and name.partition(".")[0] not in sys.stdlib_module_names
+    """Returns the values of the user's modules, and of those that define the env and its wrappers."""
+    layers = layers_of(env)
+    names = {base.__module__ for layer in layers for base in type(layer).__mro__} | _own_modules()
+    names = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+    if isinstance(spec := declared(layers[-1], "spec"), EnvSpec):
+        names.add(f"gymnasium.registry[{spec.id!r}]")
+    return {name: _read_values_of(name) for name in (names & _owners().keys()) - {"__main__", "__mp_main__"}}
+
+
+def _owners() -> dict[str, Any]:
+    """Returns the modules of this process, and the entries of Gymnasium's registry, by name."""
+    return sys.modules | {
+        f"gymnasium.registry[{env_id!r}]": spec for env_id, spec in gymnasium.registry.items()
     }
 
 
+@cache
+def _own_modules() -> set[str]:
+    """Returns the names of modules that no package manager has installed."""
+    files = {name: declared(module, "__file__") or "-packages" for name, module in list(sys.modules.items())}
+    return {name for name, file in files.items() if "-packages" not in file and not name.startswith("jaxvec")}
+
+
 @cache  # for all envs of the worker
-def _read_module(name: str) -> dict[str, str | int]:
-    return {place: value for place, value in _values(sys.modules[name]) if value is not None}
+def _read_values_of(name: str) -> dict[str, str | int]:
+    return {place: value for place, value in _values(_owners()[name]) if value is not None}
 
 
 def describe_changes(values_of_workers: ModuleValues) -> str | None:
@@ -83,14 +100,14 @@ def describe_changes(values_of_workers: ModuleValues) -> str | None:
     """
     changes: list[str] = []
     for name, values in values_of_workers.items():
-        if (module := sys.modules.get(name)) is None:
+        if (owner := _owners().get(name)) is None:
             continue
-        here = dict(_values(module))
+        here = dict(_values(owner))
         differing = {place: value for place, value in values.items() if here.get(place, value) != value}
-        constants = _constants(module) if differing else {}
+        constants = values if isinstance(owner, EnvSpec) or not differing else _constants(owner)
         for place, value in differing.items():
             if isinstance(value, int):
-                if not _is_original(module, place):
+                if not _is_original(owner, place):
                     changes.append(f"{name}.{place} is another function")
             elif constants.get(place) == value:
                 own = here[place] or "something else"
@@ -105,11 +122,11 @@ def describe_changes(values_of_workers: ModuleValues) -> str | None:
     )
 
 
-def _values(module: ModuleType) -> Iterator[tuple[str, str | int | None]]:
+def _values(owner: Any) -> Iterator[tuple[str, str | int | None]]:
     """Yields the values of a module and its classes, by place; `None` for those that are not simple."""
-    owners: list[tuple[str, Mapping[str, Any]]] = [("", vars(module))]
-    for name, value in vars(module).items():
-        if isinstance(value, type) and value.__module__ == module.__name__:
+    owners: list[tuple[str, Mapping[str, Any]]] = [("", vars(owner))]
+    for name, value in vars(owner).items():
+        if isinstance(value, type) and value.__module__ == declared(owner, "__name__"):
             owners.append((f"{name}.", vars(value)))
     for prefix, attributes in owners:
         for name, value in attributes.items():
@@ -118,14 +135,26 @@ def _values(module: ModuleType) -> Iterator[tuple[str, str | int | None]]:
             if isinstance(value, FunctionType):
                 yield prefix + name, _hash(value.__code__)
             elif not name.startswith("__"):
-                text = repr(value) if type(value) in _SIMPLE else ""
-                yield prefix + name, text if 0 < len(text) <= _MAX_TEXT else None
+                yield prefix + name, _text(value)
 
 
-def _is_original(module: ModuleType, place: str) -> bool:
+def _text(value: Any) -> str | None:
+    """Returns the text of a simple value; `None` for others, and for empty lists, which programs may fill."""
+    text = repr(value) if _is_simple(value, depth=3) else ""
+    return text if 0 < len(text) <= _MAX_TEXT and text not in ("[]", "{}") else None
+
+
+def _is_simple(value: Any, depth: int) -> bool:
+    if type(value) not in (list, tuple, dict):
+        return type(value) in _SIMPLE
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return len(items) <= _MAX_TEXT and depth > 0 and all(_is_simple(item, depth - 1) for item in items)
+
+
+def _is_original(module: Any, place: str) -> bool:
     """Returns True if a function is the one that the module's source defines there."""
     code = getattr(attrgetter(place)(module), "__code__", None)
-    return code is not None and (code.co_qualname, code.co_filename) == (place, module.__file__)
+    return code is not None and (code.co_qualname, code.co_filename) == (place, declared(module, "__file__"))
 
 
 def _hash(code: CodeType) -> int:
@@ -147,7 +176,16 @@ def _constants(module: ModuleType) -> dict[str, str]:
         match node:
             case ast.Attribute(value=ast.Name(id="self")):
                 pass  # another attribute than the class's of the same name
-            case ast.Attribute(attr=name, ctx=ast.Store()):
+            case (
+                ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.Subscript(
+                    value=ast.Name(id=name) | ast.Attribute(attr=name), ctx=ast.Store() | ast.Del()
+                )
+                | ast.Attribute(
+                    value=ast.Name(id=name) | ast.Attribute(attr=name),
+                    attr="append" | "extend" | "insert" | "pop" | "remove" | "setdefault" | "update",
+                )
+            ):
                 changed.add(name)
             case _:
                 pass

@@ -174,19 +174,29 @@ from jaxvec.testing import CountingEnv
 SPEED = 1.0
 LEVELS: int = 3
 TURN = 2 * math.pi * LEVELS
+CONFIG = {"wind": [1, None]}
 STARTED = time.time()
 made = 0
+counts = [0]
+names = ["all"]
+cache = {}
 
 def helper(): return 1
 
 class Cart(CountingEnv):
     gravity = 9.8
+    limits = (1, 2)
     count = 0
 
     def __init__(self):
         global made
+        from SETTINGS import LEVEL
         super().__init__()
         made += 1
+        counts[0] += 1
+        names.append("cart")
+        vars()["cache"] = cache
+        vars()["cache"][made] = LEVEL
         type(self).count += 1
 
     def fall(self): return SPEED, self.gravity, helper()
@@ -205,7 +215,8 @@ gymnasium.register("ACart-v0", entry_point=Cart, max_episode_steps=9)
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     name = f"library_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(LIBRARY)
+    (tmp_path / f"{name}.py").write_text(LIBRARY.replace("SETTINGS", f"{name}_settings"))
+    (tmp_path / f"{name}_settings.py").write_text("LEVEL = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module(name)
     gymnasium.registry.pop("ACart-v0", None)
@@ -227,7 +238,9 @@ def test_a_value_that_only_the_program_has_changed_is_named_once(make, library, 
         ("SPEED", "1.0", 3),
         ("LEVELS", "3", 4),
         ("TURN", f"{6 * math.pi}", None),
+        ("CONFIG", "{'wind': [1, None]}", {"wind": [1, 2]}),
         ("Cart.gravity", "9.8", 1.6),
+        ("Cart.limits", "(1, 2)", (7, 8)),
         ("helper", None, lambda: 2),
         ("Cart.fall", None, library.helper),
         ("Cart.color", None, staticmethod(library.helper)),
@@ -242,6 +255,10 @@ def test_a_value_that_only_the_program_has_changed_is_named_once(make, library, 
                 make(library.Cart, 2, workers=workers)
         assert len(caught) == 1
         assert "jaxvec.Workers(init=function)" in str(caught[0].message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{library.__name__}_settings.LEVEL", 2)
+        with pytest.warns(UserWarning, match="settings.LEVEL is 2 here, but 1 in the workers"):
+            make(library.Cart, 2, workers=workers)
     change()
     with pytest.warns(UserWarning, match="; .*; .*, and 1 more"):
         make(library.Cart, 2, workers=workers)
@@ -265,11 +282,14 @@ def test_entries_of_the_registry_are_those_of_the_program(make, library, method)
             ("ACart-v0", 5),
             (library.make_cart, 5),
             (lambda: gymnasium.make("ACart-v0"), 5),
+            (eval(f'lambda: gymnasium.make("{library.__name__}:ACart-v0")', {"gymnasium": gymnasium}), 5),
             (lambda: gymnasium.make(env_id), 7),
             (functools.partial(gymnasium.make, "AnOwn-v2"), 7),
         ):
             envs = make([env_fn] * 2 if callable(env_fn) else env_fn, 2, num_workers=1, workers=workers)
             assert [spec.max_episode_steps for spec in envs.get_attr("spec")] == [limit] * 2
+        with pytest.warns(UserWarning, match="'ACart-v0'].max_episode_steps is 5 here, but 9 in the workers"):
+            make(lambda: library.gymnasium.make(f"ACart-v{len(env_id) - 8}"), 2, workers=workers)
     finally:
         del gymnasium.registry["AnOwn-v2"]
 
