@@ -270,7 +270,7 @@ class SlotEnvs:
     def autoreset(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Resets an env after its episode, or the env that takes its slot."""
         if self.autoreset_by is None:
-            return self._reset(index, None, self.kept_options.get(index))
+            return self._reset(index, None, self.kept_options.get(index), is_own=True)
         return self._check(index, self.autoreset_by(index))
 
     def replace(self, index: int, env: Env) -> tuple[Env, int | None, dict[str, Any] | None]:
@@ -352,8 +352,9 @@ class SlotEnvs:
         return env.set_observation_buffer
 
     def _reset(
-        self, index: int, seed: int | None, options: dict[str, Any] | None
+        self, index: int, seed: int | None, options: dict[str, Any] | None, *, is_own: bool = False
     ) -> tuple[Any, dict[str, Any]]:
+        """Resets an env. If it `is_own`, by autoreset, it leaves out what is not given, as Gymnasium does."""
         if seed is None:
             seed = self.new_seeds.get(index)
         else:
@@ -364,7 +365,12 @@ class SlotEnvs:
         self.targets.reset_limits(index)
         if self._options is not None:
             options = self._options.next(index)
-        result = self.call_reset(self.targets.envs[index], index, seed, options)
+        env = self.targets.envs[index]
+        arguments = {"seed": seed, "options": options}
+        # Wrappers that are bypassed would pass None on.
+        if is_own and env is self.called[index] and seed is options is None:
+            arguments = {}
+        result = self.call_reset(env, index, **arguments)
         # After the reset: if it fails, the next try needs the same seed and options.
         self.new_seeds.pop(index, None)
         self.kept_options.pop(index, None)
@@ -372,11 +378,11 @@ class SlotEnvs:
             self._options.begin(index)
         return self._check(index, result)
 
-    def call_reset(self, env: Any, index: int, seed: int | None, options: dict[str, Any] | None) -> Any:
+    def call_reset(self, env: Any, index: int, **arguments: Any) -> Any:
         """Calls `reset`, and adds it and its duration to the statistics. Errors name the env at `index`."""
         started = monotonic_ns()
         try:
-            result = env.reset(seed=seed, options=options)
+            result = env.reset(**arguments)
         except TypeError as error:
             explain_reset(error, self.envs[index])
             raise

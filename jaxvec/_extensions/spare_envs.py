@@ -73,7 +73,7 @@ class SliceSpares(SliceExtension):
             if self._used and spare.result is None and not spare.failed:
                 with span(self._slice.recorder, "reset a spare env"):
                     try:
-                        spare.result = self._slots.call_reset(env, 0, spare.seed, spare.options)
+                        spare.result = self._slots.call_reset(env, 0, seed=spare.seed, options=spare.options)
                     except BaseException:
                         spare.failed = True
                 return True
@@ -87,5 +87,6 @@ class SliceSpares(SliceExtension):
         self._envs.append(retired)
         self._resets.append(Spare(seed, options))
         if spare.result is None:
-            return self._slots.call_reset(self._slots.called[index], index, spare.seed, spare.options)
+            called = self._slots.called[index]
+            return self._slots.call_reset(called, index, seed=spare.seed, options=spare.options)
         return spare.result

@@ -169,6 +169,29 @@ def test_declared_info_equals_gymnasiums_infos_and_masks(make, mode, way):
     assert not masks.all(axis=0).any()
 
 
+class DefaultsEnv(gymnasium.Env):
+    """Its reset has defaults of its own, which it observes."""
+
+    observation_space = spaces.Box(-1, 9, (3,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=5, options={"level": 2}):  # noqa: B006 - read only
+        self._steps, self._arguments = 0, (seed or -1, (options or {"level": -1})["level"])
+        return np.array([*self._arguments, 0]), {}
+
+    def step(self, action):
+        self._steps += 1
+        return np.array([*self._arguments, self._steps]), 1.0, self._steps == 4, False, {}
+
+
+@modes
+def test_autoreset_leaves_an_env_its_own_defaults(make, backend, mode):
+    env_fns = [DefaultsEnv, lambda: gymnasium.wrappers.TimeLimit(DefaultsEnv(), 3)]
+    actions, raw = sample_actions(env_fns, 12)
+    envs = make(env_fns, backend=backend, autoreset_mode=mode)
+    assert assert_same(host_loop(envs, actions, 12), oracle_steps(env_fns, mode, raw, 12)) >= 5
+
+
 class InPlaceEnv(gymnasium.Env):
     """Reuses the memory of its observation and of its info, in reset too: `[episode, step]`."""
 
