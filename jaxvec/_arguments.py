@@ -284,6 +284,8 @@ def _check_batch(
         shape = (num_envs, *leaf.shape)
         if type(value) is np.ndarray and value.dtype == leaf.stored and value.shape == shape:
             return conversion.cast(leaf, value, name_row)
+        if np.ma.is_masked(value):  # NumPy would give the hidden numbers
+            raise _unexpected(leaf, shape, "a masked array; fill it by np.ma.filled(action, value)")
         try:
             array = conversion.as_array(value)
         except ValueError as error:

@@ -270,6 +270,18 @@ def test_a_wrong_action_is_an_action_error_and_steps_nothing(envs, name, jit):
         step(handle)
 
 
+def test_a_masked_action_is_refused(envs):
+    action = np.ma.array(np.ones(3, int), mask=[True, False, False])
+    handle, _ = jaxvec.reset(envs)
+    for call in (
+        lambda: step(handle, action),
+        jax.jit(lambda: step(handle, action)),
+        lambda: envs.step(action),
+    ):
+        with pool_moves(envs), pytest.raises(jaxvec.ActionError, match=r"masked array; .*np\.ma\.filled"):
+            call()
+
+
 def change(**changes):
     return lambda action: {**action, **changes}
 
