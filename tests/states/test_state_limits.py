@@ -612,6 +612,33 @@ def test_an_env_that_needs_a_thread_is_refused_and_the_pool_goes_on(make):
     assert envs.step([0, 0]).obs.tolist() == [[1], [1]]
 
 
+double = jax.jit(lambda x: 2 * x + 1)  # not in the env
+
+
+class HoldsJaxArrays(CountingEnv):
+    def reset(self, *, seed=None, options=None):
+        self.x = jax.numpy.ones(3)
+        self.key = jax.random.PRNGKey(seed or 0)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self.key, key = jax.random.split(self.key)
+        self.x = double(self.x) * jax.random.uniform(key)
+        obs, _, *rest = super().step(action)
+        return obs, float(self.x.sum()), *rest
+
+
+def test_an_env_that_computes_with_jax_continues_exactly(make):
+    """It can't be proved in a fork, which lacks the threads of JAX."""
+    envs = make(HoldsJaxArrays, 2, num_workers=1, states=4)
+    envs.reset(seed=0)
+    envs.step([1, 1])
+    states = envs.save()
+    first = [envs.step([1, 1]).reward.tolist() for _ in range(5)]
+    envs.restore(states)
+    assert [envs.step([1, 1]).reward.tolist() for _ in range(5)] == first
+
+
 class Jitting(CountingEnv):
     def __init__(self):
         super().__init__()
@@ -623,6 +650,6 @@ def test_a_jitted_function_in_an_env_is_refused_with_advice(make, trust):
     envs = make(Jitting, 1, states=jaxvec.States(max=2, trust=trust))
     envs.reset()
     with pytest.raises(
-        jaxvec.EnvStateError, match=r"Jitting\.jitted is .*\. Keep a function of JAX in a variable"
+        jaxvec.EnvStateError, match=r"Jitting\.jitted is .*\. Keep a function or device of JAX in a variable"
     ):
         envs.save()

@@ -297,6 +297,12 @@ def call_in_fork(function: Callable[[Callable[[], None]], Any], env: Any, second
     return value
 
 
+def jax_has_threads() -> bool:
+    """Returns True if JAX has computed in this process, so that it may hang in a fork."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return getattr(bridge, "backends_are_initialized", bool)()  # the name is private
+
+
 def patience(stats: memoryview) -> float:
     """Returns the seconds for a step or reset in a child: ten times their mean time, and a few more."""
     steps = max(stats[_stats.STEPS], 1)
@@ -345,11 +351,6 @@ def _threads() -> str:
         return (
             "Perhaps it waits for a lock, or for another process that answers only the original. Such an env "
             "can't be saved; leave out states"
-        )
-    if "jax" in sys.modules:
-        return (
-            "The env uses JAX, whose threads a forked copy lacks. Use NumPy in the env, "
-            'jaxvec.adapters.replay.ReplayEnv, or backend="serial"'
         )
     named = f" ({', '.join(names)})" if names else ", of libraries in C"
     return (

@@ -18,7 +18,7 @@ from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure
 from jaxvec._envs.slice import SliceExtension
 from jaxvec._extensions.states.env_states import EnvSnapshot
-from jaxvec._extensions.states.proof import ForkedProcessEnded, call_in_fork, patience, prove
+from jaxvec._extensions.states.proof import ForkedProcessEnded, call_in_fork, jax_has_threads, patience, prove
 from jaxvec._extensions.states.simulator import Simulator
 from jaxvec._extensions.states.slot_states import LostStates, SlotState, SlotStates, StateTable, pack, unpack
 from jaxvec._options import States
@@ -235,7 +235,8 @@ class SliceStates(SliceExtension):
         """Proves that envs of this one's kind continue exactly, and removes them from `unproved`.
 
         With a state `copied`, they do so from pickled copies, else from restored states. The proof is made in
-        a forked child if possible, so that nothing that the env can reach changes.
+        a forked child if possible, so that nothing that the env can reach changes. A child lacks the threads
+        of the program and of JAX.
         """
         stateful = self._states.stateful[index]
         fresh = not self._slots.was_reset(index) or self._slice.episodes.is_over(index)
@@ -244,7 +245,7 @@ class SliceStates(SliceExtension):
         infos[index] = deepcopy(infos[index])  # the env may reuse the dict that it returned
         proof = partial(prove, stateful, fresh=fresh, copied=copied)
         with self._slots.unlent(index):
-            if self._slice.in_program or not hasattr(os, "fork"):
+            if self._slice.in_program or jax_has_threads() or not hasattr(os, "fork"):
                 proof()
             else:
                 try:

@@ -506,8 +506,8 @@ def save_trusted(saver: Saver, value: Any) -> Any:
     is_jitted = kind.__name__ == "PjitFunction"  # its copies hold objects that can't be copied
     if is_jitted or not isinstance(value, saver.trust):
         advice = f"If copy.deepcopy copies it exactly, pass States(trust=[{kind.__qualname__}])."
-        if name_of(kind).startswith(("jax.", "jaxlib.")):
-            advice = "Keep a function of JAX in a variable of the module, not in the env."
+        if name_of(kind).startswith("jaxlib."):
+            advice = "Keep a function or device of JAX in a variable of the module, not in the env."
         raise CannotCopy(
             f"it is a {name_of(kind)}, which jaxvec can't copy exactly",
             f"{advice} Otherwise give the env methods get_state() and set_state(state), or use "
