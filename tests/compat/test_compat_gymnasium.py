@@ -17,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import given
 from hypothesis import strategies as st
 from support.disasters import GatedEnv, RaisingEnv, closing_all
@@ -476,3 +477,16 @@ def test_spaces_are_gymnasiums_if_bounds_differ(face):
     envs = face(env_fns, observation_mode="different")
     assert envs.single_observation_space == original.single_observation_space
     assert envs.observation_space == original.observation_space
+
+
+@pytest.mark.parametrize("vector_env", [AsyncVectorEnv, SyncVectorEnv])
+def test_a_masked_reset_leaves_its_mask_to_vector_wrappers(vector_env):
+    env_fns = [partial(CountingEnv, episode_length=steps) for steps in (2, 3)]
+    envs = RecordEpisodeStatistics(vector_env(env_fns, autoreset_mode=AutoresetMode.DISABLED))
+    envs.reset(seed=0)
+    envs.step(np.zeros(2, int))
+    _, _, terminated, _, _ = envs.step(np.zeros(2, int))
+    envs.reset(options={"reset_mask": terminated})
+    *_, infos = envs.step(np.zeros(2, int))
+    assert infos["episode"]["l"].tolist() == [0, 3]  # 1 over classes that remove the mask
+    envs.close()
