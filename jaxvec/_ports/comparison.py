@@ -1,9 +1,12 @@
-"""The record that `jaxvec.ports.compare_port` returns: differences per leaf, as a table and as a replay."""
+"""The records that comparisons return: differences by name, as a table, as plain objects and as a replay."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import sys
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 import numpy as np
@@ -13,7 +16,7 @@ Mode = Literal["one_step", "free_running"]
 
 @dataclass(frozen=True)
 class Case:
-    """The step with the largest error of a leaf."""
+    """A step in which a leaf differs."""
 
     step: int  # number in its episode, from 1
     env: int
@@ -22,6 +25,13 @@ class Case:
     action: Any
     port: Any  # value of the leaf in the port
     original: Any
+    error: float
+
+    def __str__(self) -> str:
+        sides = [np.nan_to_num(np.ravel(side) * 1.0, nan=1e30) for side in (self.port, self.original)]
+        element = int(np.abs(sides[0] - sides[1]).argmax())
+        port, original = (np.ravel(side)[element] for side in (self.port, self.original))
+        return f"step {self.step} of env {self.env}, element {element}: port {port}, original {original}"
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class LeafResult:
     Errors of floats are absolute for values of the original up to 1 in magnitude, and relative above.
     """
 
+    equal: bool  # whether no error was above the tolerance
     compared: int
     different: int  # steps with an error above the tolerance
     at_ends: int  # of these, steps that end an episode of the port
@@ -38,8 +49,16 @@ class LeafResult:
     tolerance: float
     max_error: float
     first_step: int | None = None  # smallest number in an episode of a different step
-    ones: tuple[int, int] | None = None  # of flags, steps with True in the port and in the original
-    worst: Case | None = None  # None if all are equal
+    ones: tuple[int, int] | None = None  # of flags and reward, steps with another value than 0 on both sides
+    worst: Case | None = None  # with the largest error; None if all are equal
+    earliest: Case | None = None  # with the number `first_step`
+
+    def __str__(self) -> str:
+        ends = ", only ends" if 0 < self.different == self.at_ends else ""
+        counts = f"{self.unequal:,} of {self.compared:,} steps unequal, {self.different:,} by more than"
+        parts = {"not 0 in": self.ones, "earliest:": self.earliest, "largest:": self.worst}
+        texts = [f"{word} {part}" for word, part in parts.items() if part is not None]
+        return "; ".join([f"{counts} {self.tolerance:g}{ends}", *texts])
 
 
 @dataclass(frozen=True)
@@ -50,10 +69,101 @@ class SpaceResult:
     original: str
     equal: bool  # also True if the port declares none
 
+    def __str__(self) -> str:
+        return f"{self.port} · {self.original}"
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """The tests of a variable: one per element that is not the same constant on both sides."""
+
+    tests: int
+    p_value: float  # the smallest; 1 without tests
+    element: int  # flat index of the element with this p-value
+    means: tuple[float, float]  # of this element in the port and in the original
+    errors: tuple[float, float]  # half-widths of the 95 % confidence intervals of these means
+    equal: bool = True  # whether the p-value is above the threshold
+
+    def __str__(self) -> str:
+        pairs = zip(self.means, self.errors, strict=True)
+        means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
+        return f"p {self.p_value:.2g} in {self.tests} tests, least in element {self.element}: {means}"
+
+
+class Verdict:
+    """The differences by name, and what was tested: the base of the results of all comparisons."""
+
+    seed: int
+    coverage: Mapping[str, str]
+    records: Any  # results by name
+    heading: Any  # what was played
+
+    @property
+    def differences(self) -> list[str]:
+        """Names of the results that differ."""
+        return [name for name, record in self.records.items() if not record.equal]
+
+    @property
+    def untested(self) -> dict[str, str]:
+        """What was not tested, as names and reasons."""
+        return {name: reason for name, reason in self.coverage.items() if reason}
+
+    def assert_equal(self, *, ignore: Collection[str] = (), require: Collection[str] = ()) -> None:
+        """Raises if there is a difference, and warns of what was not tested.
+
+        Args:
+            ignore: Names of accepted differences, as in `differences`, or of gaps, as in `untested`.
+            require: Names in `coverage` of what must have been tested, such as `["truncated", "time limit"]`.
+
+        Raises:
+            AssertionError: A result differs, or something required was not tested. The message has the
+                earliest and the largest difference of each leaf.
+            ValueError: A name is unknown.
+        """
+        known = {*self.records, *self.coverage}
+        for argument, names, words in (("ignore", ignore, known), ("require", require, {*self.coverage})):
+            # A leaf also has differences such as "shape of obs".
+            unknown = [name for name in names if not {name, name.split(" ")[-1]} & words]
+            if isinstance(names, str) or unknown:
+                raise ValueError(
+                    f"{argument} must be a list of names, not {names!r}; the names are {sorted(words)}"[
+                        :_MAX_TEXT
+                    ]
+                )
+        names, gaps = (
+            [name for name in names if name not in ignore] for names in (self.differences, self.untested)
+        )
+        untested = f"not tested: {', '.join(f'{name} ({self.untested[name]})' for name in gaps) or 'nothing'}"
+        if names:
+            start = f"the port differs from its original in {', '.join(names)}"[:_MAX_TEXT]
+            lines = [f"{name}: {self.records[name]}"[:_MAX_TEXT] for name in names[:4]]
+            raise AssertionError("\n".join([start, f"seed {self.seed}; {untested}"[:_MAX_TEXT], *lines]))
+        if {*require} & {*gaps}:
+            raise AssertionError(f"no difference was found, but {untested}"[:_MAX_TEXT])
+        if gaps:
+            warnings.warn(untested, stacklevel=2)
+
+    def __str__(self) -> str:
+        gaps = ", ".join(f"{name} ({reason})" for name, reason in self.untested.items())
+        verdict = f"different: {', '.join(self.differences) or 'nothing'}; not tested: {gaps or 'nothing'}"
+        lines = [
+            f"{name:36}  {'equal    ' if record.equal else 'DIFFERENT'}  {record}"
+            for name, record in self.records.items()
+        ]
+        return "\n".join([verdict, self.heading, "", *lines])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as plain objects of Python, for JSON. NaN and infinities are texts."""
+        text = json.dumps(
+            {"differences": self.differences, "untested": self.untested, **asdict(self)},
+            default=lambda value: np.asarray(value).tolist(),
+        )
+        return json.loads(text, parse_constant=str)
+
 
 @final
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Verdict):
     """The differences between a port and its original. Printing it shows a table.
 
     Attributes:
@@ -64,10 +174,14 @@ class Comparison:
         num_envs: Number of envs.
         num_steps: Number of steps of each env.
         spaces: Results by property.
-        leaves: Results by path, such as `obs/speed`.
+        leaves: Results of steps by path, such as `obs/speed`, or `state/fuel` after a step.
+        resets: Results of two-sample tests between resets, such as `reset obs/speed` and `reset state/fuel`.
+        coverage: What a comparison should test, from name to the reason why it did not, `""` if it did: flags
+            that are True, rewards other than 0, the time limit, all actions, and resets.
         episodes: Number of episodes that were started.
         parted: Number of episodes with a difference.
         parted_after: Mean number of steps until the first difference of these episodes; NaN without any.
+        drifted: Number of free-running episodes that ended since rounding errors had grown too large.
         seconds: Time in s that the compiled program ran.
 
     Example:
@@ -79,8 +193,8 @@ class Comparison:
         port = jaxvec.ports.Port(lambda key: (jnp.int32(0), jnp.zeros(4, int)), count)
         original = jaxvec.testing.CountingEnv
         result = jaxvec.ports.compare_port(port, original, mode="free_running", num_envs=2, num_steps=5)
-        result.assert_equal(ignore=["obs"])
-        print(result.leaves["reward"].different)  # 0
+        result.assert_equal(ignore=["obs", *result.untested])
+        print(result.untested["done"])  # always 0
         ```
     """
 
@@ -91,57 +205,36 @@ class Comparison:
     num_steps: int
     spaces: Mapping[str, SpaceResult]
     leaves: Mapping[str, LeafResult]
+    resets: Mapping[str, SampleResult]
+    coverage: Mapping[str, str]
     episodes: int
     parted: int
     parted_after: float
+    drifted: int
     seconds: float
 
     @property
-    def differences(self) -> list[str]:
-        """Names of the properties and paths of the leaves that differ by more than the tolerances."""
-        spaces = [name for name, space in self.spaces.items() if not space.equal]
-        return [*spaces, *(path for path, leaf in self.leaves.items() if leaf.different)]
+    def records(self) -> dict[str, Any]:
+        """Results by name: leaves, resets and properties."""
+        return {**self.leaves, **self.resets, **self.spaces}
 
-    def assert_equal(self, *, ignore: Collection[str] = ()) -> None:
-        """Raises if there is a difference.
-
-        Args:
-            ignore: Names of accepted differences, as in `differences`.
-
-        Raises:
-            AssertionError: A property or a leaf differs. The message has the table, and a replay of the first
-                leaf that differs.
-        """
-        if names := [name for name in self.differences if name not in ignore]:
-            leaves = [name for name in names if name in self.leaves]
-            replay = f"\n\n{self.replay(leaves[0])}" if leaves else ""
-            raise AssertionError(f"the port differs from its original in {', '.join(names)}\n{self}{replay}")
-
-    def __str__(self) -> str:
-        start = "set to the port's state before each step"
-        if self.mode == "free_running":
-            start = "set to the port's state when an episode starts"
-        if not self.set_to_states:
-            start = "not set to states of the port: each episode starts from its own reset"
-        parted = f"{self.parted:,} of {self.episodes:,} episodes differ"
-        if self.parted:
-            parted += f", first after {self.parted_after:.1f} steps on average"
-        steps = f"{self.num_envs * self.num_steps:,} steps in {self.seconds:.3g} s"
-        heading = f"{steps} ({self.num_envs} envs, seed {self.seed}), original {start}; {parted}"
-        properties = [
-            (name, space.port, space.original, "" if space.equal else "different")
-            for name, space in self.spaces.items()
-        ]
-        leaves = [_COLUMNS, *(_cells(path, leaf) for path, leaf in self.leaves.items())]
-        return "\n\n".join(
-            [heading, table(leaves), table([("property", "port", "original", ""), *properties])]
+    @property
+    def heading(self) -> str:
+        """What was played."""
+        when = "before each step" if self.mode == "one_step" else "when an episode starts"
+        own = "not set to states of the port: each episode starts from its own reset"
+        start = f"set to the port's state {when}" if self.set_to_states else own
+        return (
+            f"{self.num_envs * self.num_steps:,} steps in {self.seconds:.3g} s ({self.num_envs} envs, seed "
+            f"{self.seed}), original {start}; {self.parted:,} of {self.episodes:,} episodes differ, after "
+            f"{self.parted_after:.1f} steps on average; {self.drifted:,} drifted"
         )
 
     def replay(self, leaf: str | None = None) -> str:
         """Returns a few lines of Python that show the largest error of a leaf on both sides.
 
-        The lines use `port`, `original`, `set_state` and `policy`, as they were passed to `compare_port`. Add
-        `select_state`, if one was passed.
+        The lines use `port`, `original`, `set_state`, `policy` and, for states, `get_state`, as they were
+        passed to `compare_port`. Add `select_state`, if one was passed.
 
         Args:
             leaf: Path of the leaf; by default, the first one that differs.
@@ -150,73 +243,34 @@ class Comparison:
             ValueError: All values of the leaf are equal.
         """
         unequal = [path for path, leaf in self.leaves.items() if leaf.worst is not None]
-        different = [path for path in unequal if self.leaves[path].different]
-        path = leaf if leaf is not None else next(iter(different or unequal), None)
+        path = leaf or min(unequal, key=lambda path: self.leaves[path].equal, default=None)
         if path not in unequal:
             raise ValueError(f"{path or 'leaf'}: all values are equal, so there is nothing to replay")
         case: Any = self.leaves[path].worst
-        set_state = "set_state" if self.set_to_states else "None"
-        key = f"key=jax.random.wrap_key_data({_code(case.key)})"
-        arguments = f"port, original, {set_state}, policy, step={case.step}, {key}"
-        if self.mode == "one_step":
-            arguments += f", state={_code(case.state)}, action={_code(case.action)}"
+        arguments = {
+            "key": f"jax.random.wrap_key_data({_code(case.key)})",
+            "step": case.step,
+            "set_state": "set_state" if self.set_to_states else "None",
+            "get_state": "get_state" if path.startswith("state") else "None",
+            "policy": "policy",
+            "state": _code(case.state if self.mode == "one_step" else None),
+            "action": _code(case.action),
+        }
+        texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
         lines = [
-            f"# {path} in step {case.step} of an episode of env {case.env}: "
-            f"port {_short(case.port)}, original {_short(case.original)}",
-            "import jax, jaxvec, numpy",
-            f"results = jaxvec.ports.replay({arguments})",
+            f"# {path} in {case}",
+            "import jax, jaxvec",
+            "from numpy import *  # the names in the arrays below",
+            f"results = jaxvec.ports.replay(port, original, {texts})",
             f"for side in results: print(side[{path!r}])",
         ]
         return "\n".join(lines)
 
 
-_COLUMNS = (
-    "leaf",
-    "equal",
-    "within tolerance",
-    "largest error",
-    "tolerance",
-    "first step",
-    "True in port · original",
-)
-
-
-def _cells(path: str, result: LeafResult) -> tuple[str, ...]:
-    shares = [
-        _share(result.compared - count, result.compared) for count in (result.unequal, result.different)
-    ]
-    first = "" if result.first_step is None else str(result.first_step)
-    if result.different and result.at_ends == result.different:
-        first += ", only ends"
-    flags = "" if result.ones is None else "{:,} · {:,}".format(*result.ones)
-    return path, *shares, f"{result.max_error:.3g}", f"{result.tolerance:.3g}", first, flags
-
-
-def _share(part: int, total: int) -> str:
-    """Returns a percentage that is 100 % only if `part` is `total`."""
-    if part == total:
-        return "100 %"
-    digits = max(2, len(str(total)) - 2)
-    return f"{100 * part / max(total, 1):.{digits}f} %"
-
-
-def _short(value: Any) -> str:
-    return np.array2string(np.asarray(value), threshold=16, separator=", ").replace("\n", "")
+_MAX_TEXT = 500  # characters of a part of an error message
 
 
 def _code(value: Any) -> str:
-    """Returns an expression for a pytree of arrays, with full precision."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_code(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple):
-        return "(" + "".join(f"{_code(item)}, " for item in value) + ")"
-    array = np.asarray(value)
-    values = repr(array.tolist()).replace("nan", "numpy.nan").replace("inf", "numpy.inf")
-    return f"numpy.array({values}, {array.dtype.name!r})"
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Returns a Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    """Returns an expression for arrays in dicts and tuples, with full precision."""
+    with np.printoptions(threshold=sys.maxsize, floatmode="unique"):
+        return repr(value)

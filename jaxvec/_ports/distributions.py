@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
+from scipy import special
 
-from jaxvec._ports.comparison import table
+from jaxvec._ports.comparison import SampleResult, SpaceResult, Verdict
 from jaxvec._ports.original import constructor
-from jaxvec._ports.port import Port, advance, as_port, is_done
-from jaxvec._ports.program import by_path, random_action, select
+from jaxvec._ports.port import advance, as_port, by_path, check_port, is_done, like
+from jaxvec._ports.program import random_action, select
 from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
 
-_MAX_VALUES = 20  # of a variable that is compared by its counts
-_ROUNDING = 2e-6  # smallest distance of different values; relative above 1
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """The tests of a variable: one per element that is not the same constant on both sides."""
-
-    tests: int
-    p_value: float  # the smallest; 1 without tests
-    element: int  # flat index of the element with this p-value
-    means: tuple[float, float]  # of this element in the port and in the original
-    errors: tuple[float, float]  # half-widths of the 95 % confidence intervals of these means
+_FLAGS = ("terminated", "truncated")
+_MAX_CONDITIONS = 32  # elements of a condition; an element with as many values or fewer has a group for each
+_GROUPS = 4  # of samples in which a condition has similar values, if it has more values
+_RESET_ALPHA = 1e-4  # probability that equal resets are reported as different
 
 
 @final
 @dataclass(frozen=True)
-class Distributions:
+class Distributions(Verdict):
     """The result of `compare_distributions`. Printing it shows a table.
 
     Attributes:
         samples: Results by variable, such as `return`, `length` or `obs after 10 steps/speed`.
+        mismatches: Results by name of variables that one side lacks, or that have other shapes there.
+        seed: Seed of both sides.
         num_episodes: Number of samples on each side, one per episode.
         alpha: Probability that any of the variables of equal envs is reported as different.
         threshold: Largest p-value that counts as a difference: `alpha` divided by the number of all tests.
@@ -59,33 +52,22 @@ class Distributions:
     """
 
     samples: Mapping[str, SampleResult]
+    mismatches: Mapping[str, SpaceResult]
+    coverage: Mapping[str, str]
+    seed: int
     num_episodes: int
     alpha: float
     threshold: float
 
     @property
-    def differences(self) -> list[str]:
-        """Names of the variables whose distributions differ."""
-        return [name for name, sample in self.samples.items() if sample.p_value <= self.threshold]
+    def records(self) -> dict[str, Any]:
+        """Results by name."""
+        return {**self.mismatches, **self.samples}
 
-    def assert_equal(self, *, ignore: Collection[str] = ()) -> None:
-        """Raises if the distribution of a variable differs that is not in `ignore`.
-
-        Raises:
-            AssertionError: A distribution differs. The message has the table.
-        """
-        if names := [name for name in self.differences if name not in ignore]:
-            raise AssertionError(f"the port differs from its original in {', '.join(names)}\n{self}")
-
-    def __str__(self) -> str:
-        rows = [("variable", "tests", "smallest p", "", "mean of this element in port · original")]
-        for name, sample in self.samples.items():
-            verdict = "different" if name in self.differences else ""
-            pairs = zip(sample.means, sample.errors, strict=True)
-            means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
-            rows.append((name, str(sample.tests), f"{sample.p_value:.2g}", verdict, means))
-        heading = f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
-        return f"{heading}\n\n{table(rows)}"
+    @property
+    def heading(self) -> str:
+        """What was played."""
+        return f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
 
 
 def compare_distributions(
@@ -104,16 +86,18 @@ def compare_distributions(
     """Compares episodes of a port and of its original by two-sample tests, for envs with random levels.
 
     Each episode gives one sample of each variable, so that samples are independent: the first observation,
-    the observations after the numbers of steps in `probes` (or the last one before), the return and the
-    length. A variable with up to 20 values is tested by a chi-squared test of its counts, others by the
-    Kolmogorov-Smirnov test. Elements of observations are tested one by one, so a difference only in how they
-    depend on each other is not found. With a policy that was trained on the port, the means of `return` show
-    how it transfers to the original.
+    the observations after the numbers of steps in `probes` (or the last one before), the return, the length
+    and how it ended. They are tested by the Kolmogorov-Smirnov test, also among the episodes with equal or
+    similar first actions. NaN or an infinity that only one side has is a difference, and so is a leaf that is
+    missing or has another shape (`shape of obs`). Elements of observations are tested one by one, so a
+    difference only in how they depend on each other is not found. With a policy that was trained on the port,
+    the means of `return` show how it transfers to the original.
 
     Args:
         port: A `Port`, or an env that `as_port` converts.
         original: A Gymnasium id, an `EnvSpec`, or a function that makes the Python env.
-        policy: Function `(key, obs) -> action` of one env. By default, actions are random.
+        policy: Function `(key, obs) -> action` of one env. By default, actions are random, and half of those
+            of an episode are its favourite action.
         num_episodes: Number of episodes on each side, rounded up to a multiple of `num_envs`.
         max_steps: Number of steps after which episodes are cut.
         probes: Numbers of steps after which observations are compared.
@@ -142,107 +126,192 @@ def compare_distributions(
     """
     port = as_port(port)
     rounds = -(-num_episodes // num_envs)
-    with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
-        act = policy or partial(random_action, envs.single_action_space)
-        sides = _port_side(port, num_envs), _original_side(envs)
 
-        @jax.jit
-        def play(keys: jax.Array) -> list[Any]:
-            return [_play(*side, act, max_steps, probes, key) for side, key in zip(sides, keys, strict=True)]
-
-        keys = jax.random.split(jax.random.key(seed), (rounds, 2))
-        parts = [jax.device_get(play(pair)) for pair in keys]
-    port_samples, original_samples = (
-        jax.tree.map(lambda *each: np.concatenate(each), *side) for side in zip(*parts, strict=True)
-    )
-    names = [
-        name
-        for name in port_samples
-        if name in original_samples and port_samples[name].shape == original_samples[name].shape
-    ]
-    results = {name: _test(port_samples[name], original_samples[name]) for name in names}
-    threshold = alpha / max(1, sum(result.tests for result in results.values()))
-    return Distributions(results, rounds * num_envs, alpha, threshold)
-
-
-def _port_side(port: Port, num_envs: int) -> tuple[Any, Any]:
-    """Returns functions `key -> (env, obs)` and `(env, action, key) -> (env, obs, reward, done)`."""
-
-    def begin(key: jax.Array) -> Any:
+    def begin_port(key: jax.Array) -> Any:
         return jax.vmap(port.reset)(jax.random.split(key, num_envs))
 
-    def move(state: Any, action: Any, key: jax.Array) -> Any:
-        state, results = advance(port, jax.random.split(key, num_envs), state, action)
-        return state, results["obs"], results["reward"], is_done(results)
+    def step_port(state: Any, action: Any, key: jax.Array) -> Any:
+        return advance(port, jax.random.split(key, num_envs), state, action)
 
-    return begin, move
-
-
-def _original_side(envs: Any) -> tuple[Any, Any]:
-    def begin(key: jax.Array) -> Any:
+    def begin_original(key: jax.Array) -> Any:
         handle, timestep = reset(envs, seed=key)
         return handle, timestep.obs
 
-    def move(handle: Any, action: Any, key: jax.Array) -> Any:
+    def step_original(handle: Any, action: Any, key: jax.Array) -> Any:
         handle, timestep = step(handle, action)
-        return handle, timestep.obs, timestep.reward, timestep.done
+        return handle, {name: getattr(timestep, name) for name in ("obs", "reward", *_FLAGS)}
 
-    return begin, move
+    sides = (begin_port, step_port), (begin_original, step_original)
+    with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
+        random = partial(_favouring, envs.single_action_space)
+        act = random if policy is None else lambda key, obs, _: policy(key, obs)
+        results = check_port(port, lambda key, obs, _: act(key, obs, key))
+
+        play = jax.jit(
+            lambda pair: [
+                _play(*side, act, max_steps, probes, key) for side, key in zip(sides, pair, strict=True)
+            ]
+        )
+        keys = jax.random.split(jax.random.key(seed), (rounds, 2))
+        parts = [jax.device_get(play(pair)) for pair in keys]
+    port_samples, original_samples = (
+        jax.tree.map(lambda *leaves: np.concatenate(leaves), *side) for side in zip(*parts, strict=True)
+    )
+    mismatches = {}
+    samples = {}
+    actions = [
+        (values, original_samples[name])
+        for name, values in port_samples.items()
+        if name.startswith("first action")
+    ]
+    # A port may say only `done`.
+    undeclared = [name for name in _FLAGS if name not in results]
+    for name in [name for name in {**port_samples, **original_samples} if name not in undeclared]:
+        pair = [side.get(name) for side in (port_samples, original_samples)]
+        shapes = ["none" if values is None else str(values.shape[1:]) for values in pair]
+        if shapes[0] != shapes[1]:
+            mismatches[f"shape of {name}"] = SpaceResult(*shapes, equal=False)
+        else:
+            samples[name] = compare_samples(*pair, conditions=[] if name.startswith("first") else actions)
+    coverage = {name: "" if original_samples[name].any() else "always 0" for name in ("return", *_FLAGS)}
+    samples, threshold = with_thresholds(samples, alpha)
+    return Distributions(samples, mismatches, coverage, seed, rounds * num_envs, alpha, threshold)
+
+
+def _favouring(space: Any, key: jax.Array, obs: Any, episode: jax.Array) -> Any:
+    """Returns the favourite action of an episode in half of the steps, so that episodes show its effect."""
+    favours, other = jax.random.split(key)
+    return random_action(space, jnp.where(jax.random.bernoulli(favours), episode, other))
 
 
 def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int], key: jax.Array) -> Any:
-    """Returns the samples of an episode in each env."""
+    """Returns the samples of an episode in each env.
+
+    `begin` is a function `key -> (env, obs)`, and `move` one `(env, action, key) -> (env, results)`.
+    """
     begin_key, key = jax.random.split(key)
     env, first = begin(begin_key)
     num_envs = len(jax.tree.leaves(first)[0])
-    none = jnp.zeros(num_envs)
+    episodes = jax.random.split(jax.random.fold_in(key, 0), num_envs)
+
+    def choose(number: Any, obs: Any) -> tuple[Any, jax.Array]:
+        act_key, step_key = jax.random.split(jax.random.fold_in(key, number))
+        return jax.vmap(act)(jax.random.split(act_key, num_envs), obs, episodes), step_key
 
     def body(carry: Any) -> Any:
-        env, obs, live, returns, length, number, seen = carry
-        act_key, step_key = jax.random.split(jax.random.fold_in(key, number))
-        env, after, reward, done = move(
-            env, jax.vmap(act)(jax.random.split(act_key, num_envs), obs), step_key
-        )
-        obs = select(live, after, obs)
-        returns = returns + jnp.where(live, reward, 0)
-        length = length + live
-        seen = {at: select(jnp.full(num_envs, number == at), obs, old) for at, old in seen.items()}
-        return env, obs, live & ~done, returns, length, number + 1, seen
+        env, number, live, old = carry
+        env, results = move(env, *choose(number, old["obs"]))
+        new = {
+            "obs": results["obs"],
+            "return": old["return"] + results["reward"],
+            "length": old["length"] + 1,
+            **{name: results.get(name, is_done(results)) for name in _FLAGS},
+        }
+        for at in probes:  # an episode that ends before keeps its last observation
+            name = f"obs after {at} steps"
+            new[name] = jax.tree.map(partial(jnp.where, number <= at), new["obs"], old[name])
+        new = select(live, like(old, new), old)
+        return env, number + 1, live & ~is_done(results), new
 
     def unfinished(carry: Any) -> Any:
-        return carry[2].any() & (carry[5] <= max_steps) | (carry[5] <= max(probes, default=0))
+        _, number, live, _ = carry
+        return live.any() & (number <= max_steps)
 
-    carry = env, first, none == 0, none, none, jnp.int32(1), dict.fromkeys(probes, first)
-    *_, returns, length, _, seen = jax.lax.while_loop(unfinished, body, carry)
-    observed = {"first obs": first, **{f"obs after {at} steps": values for at, values in seen.items()}}
-    return {**by_path(observed), "return": returns, "length": length}
+    zeros = jnp.zeros(num_envs, jnp.float32)
+    new = {"obs": first, "return": zeros, "length": zeros, **dict.fromkeys(_FLAGS, zeros > 0)}
+    new |= {f"obs after {at} steps": first for at in probes}
+    *_, last = jax.lax.while_loop(unfinished, body, (env, jnp.int32(1), zeros == 0, new))
+    last.pop("obs")
+    return by_path({**last, "first obs": first, "first action": choose(1, first)[0]})
 
 
-def _test(ours: Any, theirs: Any) -> SampleResult:
-    """Tests each element of a variable."""
-    ours, theirs = (np.asarray(values, np.float64).reshape(len(values), -1) for values in (ours, theirs))
-    p_values = np.ones(ours.shape[1])
-    constant = ((ours == ours[0]) & (theirs == ours[0])).all(0)
-    for element in np.flatnonzero(~constant):
-        p_values[element] = _p_value(ours[:, element], theirs[:, element])
+def with_thresholds(
+    results: Mapping[str, SampleResult], alpha: float
+) -> tuple[dict[str, SampleResult], float]:
+    """Shares the probability `alpha` of a false difference among all tests."""
+    threshold = alpha / max(1, sum(result.tests for result in results.values()))
+    return {
+        name: replace(result, equal=result.p_value > threshold) for name, result in results.items()
+    }, threshold
+
+
+def compare_resets(
+    port: Any, original: Any, number: int, tolerance: Callable[[str], float]
+) -> dict[str, SampleResult]:
+    """Tests the first observations and states of a number of episodes on both sides, by path."""
+    # An observation of another state than that of the reset can have the right distribution.
+    pairs = {path: (values[:number], original[path][:number]) for path, values in port.items()}
+    states = [pair for path, pair in pairs.items() if path.startswith("state")]
+    results = {}
+    for path, pair in pairs.items():
+        conditions = states if path.startswith("obs") else ()
+        results[f"reset {path}"] = compare_samples(*pair, tolerance(path), conditions)
+    return with_thresholds(results, _RESET_ALPHA)[0]
+
+
+def compare_samples(port: Any, original: Any, tolerance: float = 0.0, conditions: Any = ()) -> SampleResult:
+    """Tests each element of a variable.
+
+    Args:
+        port: The port's samples, `[samples, ...]`.
+        original: The original's samples, of the same shape.
+        tolerance: Distance of values that count as equal; relative for elements with values above 1. Values
+            within rounding also count as equal.
+        conditions: Further variables of the same samples, as pairs of both sides. Tests are then also among
+            the samples in which one of these has similar values. This finds sides where variables are
+            distributed equally, but depend on each other differently.
+    """
+    both = _stack(port, original)
+    odd = np.stack([np.isnan(both), np.isposinf(both), np.isneginf(both)]).any(2)
+    largest = np.abs(np.where(np.isfinite(both), both, 0)).max((0, 1))
+    finite = np.nan_to_num(both, nan=1e30, posinf=1e31, neginf=-1e31)
+    # Sums that are rounded in another order are the same value.
+    distance = np.maximum.reduce([2e-6 * largest, tolerance * np.maximum(1, largest), 0 * largest + 2e-7])
+    varied = np.flatnonzero(np.ptp(finite, axis=(0, 1)) > distance)
+    groups = [group for condition in conditions for group in _groups(_stack(*condition))]
+    p_values = np.where((odd[:, 0] != odd[:, 1]).any(0), 0.0, 1.0)
+    for element in varied:
+        column = finite[..., element]
+        for mask in [np.ones(column.shape, bool), *groups]:
+            p_value = _p_value(column[0][mask[0]], column[1][mask[1]], distance[element])
+            p_values[element] = min(p_values[element], p_value)
     least = int(p_values.argmin()) if p_values.size else 0
-    sides = ours[:, least], theirs[:, least]
-    means = float(sides[0].mean()), float(sides[1].mean())
-    errors = [1.96 * float(side.std()) / len(side) ** 0.5 for side in sides]
-    return SampleResult(int((~constant).sum()), float(p_values[least]), least, means, (errors[0], errors[1]))
+    chosen = finite[..., least] if p_values.size else np.zeros((2, 1))
+    errors = 1.96 * chosen.std(1) / chosen.shape[1] ** 0.5
+    return SampleResult(
+        tests=len(varied) * (1 + len(groups)),
+        p_value=float(p_values.min(initial=1)),
+        element=least,
+        means=tuple(chosen.mean(1).tolist()),
+        errors=tuple(errors.tolist()),
+    )
 
 
-def _p_value(ours: Any, theirs: Any) -> float:
-    values, places = np.unique(np.concatenate([ours, theirs]), return_inverse=True)
-    # Sums that are rounded in another order are the same value, else a speed of 0.3 would have one per side.
-    apart = np.diff(values) > _ROUNDING * np.maximum(1, np.abs(values[1:]))
-    ranks = np.concatenate([[0], np.cumsum(apart)])[places]
-    ours, theirs = np.split(ranks, [len(ours)])
-    tests: Any = stats
-    if (number := int(ranks.max()) + 1) > _MAX_VALUES:
-        return float(tests.ks_2samp(ours, theirs).pvalue)
-    counts = np.array([np.bincount(part, minlength=number) for part in (ours, theirs)])
-    rare = counts.sum(0) < 10  # the test needs about 5 expected samples of each value
-    counts = np.column_stack([counts[:, ~rare], counts[:, rare].sum(1)])
-    counts = counts[:, counts.sum(0) > 0]
-    return float(tests.chi2_contingency(counts).pvalue) if counts.shape[1] > 1 else 1.0
+def _stack(port: Any, original: Any) -> Any:
+    """Returns both sides as `[2, samples, elements]`."""
+    return np.stack([port, original]).astype(np.float64).reshape(2, len(port), -1)
+
+
+def _groups(condition: Any) -> Iterator[Any]:
+    """Yields masks `[2, samples]` of the samples in which an element of a condition has similar values."""
+    varied = np.flatnonzero(np.ptp(condition, axis=(0, 1)))
+    for element in varied[:_MAX_CONDITIONS]:
+        values = condition[..., element]
+        starts = np.unique(values)
+        if len(starts) > _MAX_CONDITIONS:
+            starts = np.unique(np.quantile(values, np.arange(_GROUPS) / _GROUPS))
+        labels = np.searchsorted(starts, values, side="right")
+        groups = [labels == label for label in range(1, len(starts) + 1)]
+        yield from (group for group in groups if group.any(1).all())
+
+
+def _p_value(port: Any, original: Any, distance: float) -> float:
+    """Returns the p-value of the Kolmogorov-Smirnov test for values that may be off by `distance`."""
+    values = np.concatenate([port, original])
+
+    def shares(side: Any, shift: float) -> Any:
+        return np.searchsorted(np.sort(side), values + shift, side="right") / len(side)
+
+    gaps = shares(port, 0) - shares(original, distance), shares(original, 0) - shares(port, distance)
+    number = len(port) * len(original) / len(values)
+    return float(special.kolmogorov(np.max(gaps, initial=0) * number**0.5))

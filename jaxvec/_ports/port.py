@@ -65,30 +65,55 @@ def as_port(env: Any, params: Any = None) -> Port:
     """
     if isinstance(env, Port):
         return env
-    if hasattr(env, "step_env"):
+    if hasattr(env, "step_env") and hasattr(env, "default_params"):
         return _gymnax(env, env.default_params if params is None else params)
     autoreset = "DISABLED"
     if type(env).__name__ == "AutoResetWrapper":  # of Brax or Jumanji
         env = getattr(env, "env", None) or env._env
         autoreset = "SAME_STEP"
     if hasattr(env, "termination_fn"):  # Navix, whose `step` resets ended episodes
-        declared = env.observation_space, env.action_space, env.max_steps, "NEXT_STEP"
-        return _of_states(env.reset, lambda _, *args: env._step(*args), _navix_results, *declared)
-    if hasattr(env, "action_size"):  # Brax
-        limit = getattr(env, "episode_length", None)
-        declared = None, spaces.Box(-1, 1, (env.action_size,)), limit, autoreset
-        return _of_states(env.reset, lambda _, *args: env.step(*args), _brax_results, *declared)
-    if hasattr(env, "observation_spec"):  # Jumanji
-        declared = env.observation_spec, env.action_spec, getattr(env, "time_limit", None), autoreset
         return _of_states(
-            env.reset, lambda _, pair, action: env.step(pair[0], action), _jumanji_results, *declared
+            env.reset,
+            lambda _, *args: env._step(*args),
+            _navix_results,
+            env.observation_space,
+            env.action_space,
+            env.max_steps,
+            "NEXT_STEP",
+        )
+    if hasattr(env, "action_size"):  # Brax
+        return _of_states(
+            env.reset,
+            lambda _, *args: env.step(*args),
+            _brax_results,
+            None,
+            spaces.Box(-1, 1, (env.action_size,)),
+            getattr(env, "episode_length", None),
+            autoreset,
+        )
+    if hasattr(env, "observation_spec"):  # Jumanji
+        return _of_states(
+            env.reset,
+            lambda _, pair, action: env.step(pair[0], action),
+            _jumanji_results,
+            env.observation_spec,
+            env.action_spec,
+            getattr(env, "time_limit", None),
+            autoreset,
         )
     if getattr(env, "num_players", None) == 1:  # Pgx
-        declared = None, spaces.Discrete(int(env.num_actions)), None, autoreset
-        return _of_states(env.init, lambda key, *args: env.step(*args, key), _pgx_results, *declared)
+        return _of_states(
+            env.init,
+            lambda key, *args: env.step(*args, key),
+            _pgx_results,
+            None,
+            spaces.Discrete(int(env.num_actions)),
+            None,
+            autoreset,
+        )
     raise TypeError(
-        f"{env!r} is no env of gymnax, Navix, Brax or Jumanji, or of Pgx with one player; pass "
-        "jaxvec.ports.Port(reset, step)"
+        f"{env!r} is no env of gymnax, Navix, Brax or Jumanji, or of Pgx with one player, and ports have one "
+        f"agent; pass jaxvec.ports.Port(reset, step). {_FORM}"
     )
 
 
@@ -141,10 +166,66 @@ def _pgx_results(state: Any) -> tuple[Any, ...]:
     return state.observation, state.rewards[0], state.terminated, state.truncated
 
 
+_FORM = (
+    "A port has functions of one env, without a batch axis: reset(key) -> (state, obs), and step(key, state, "
+    "action) -> (state, results), where results is a dict with 'obs', 'reward', and 'terminated' and "
+    "'truncated', or 'done'; the leaves of state and obs keep their shapes and dtypes"
+)
+
+
+def check_port(port: Port, policy: Callable[[jax.Array, Any, Any], Any]) -> dict[str, Any]:
+    """Returns the shapes of the results of a step. Raises if `reset` and `step` do not fit together."""
+
+    def trace(key: Any) -> Any:
+        state, obs = jax.tree.map(jnp.asarray, port.reset(key))
+        after, results = jax.tree.map(jnp.asarray, port.step(key, state, policy(key, obs, state)))
+        before, later = (
+            [f"{path} {dtype_name(leaf)}{leaf.shape}" for path, leaf in by_path(tree).items()]
+            for tree in ({"obs": obs, "state": state}, {"obs": results["obs"], "state": after})
+        )
+        if before != later:
+            raise TypeError(f"there are {before} after reset, but {later} after step")
+        return results, results["reward"], is_done(results)
+
+    return shape_of(trace)[0]
+
+
+def shape_of(function: Callable[[jax.Array], Any]) -> Any:
+    """Returns the shapes of a function of a key that uses a port, or raises an error about its form."""
+    try:
+        return jax.eval_shape(function, jax.random.key(0))
+    except Exception as error:
+        raise TypeError(f"{_FORM}. {type(error).__name__}: {str(error)[:500]}") from error
+
+
+def dtype_name(leaf: Any) -> str:
+    """Returns the dtype of a leaf, of which a port may have 64 bits for 32 with x64."""
+    return str(leaf.dtype).replace("64", "32")
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a pytree as a dict from path to array; keys as their data."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): jax.random.key_data(leaf)
+        if is_key(leaf)
+        else leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def advance(port: Port, keys: jax.Array, states: Any, actions: Any) -> tuple[Any, dict[str, Any]]:
     """Steps several envs. States keep the dtypes of the reset, which sums of weakly typed numbers change."""
     after, results = jax.vmap(port.step)(keys, states, actions)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), after, states), results
+    return like(states, after), results
+
+
+def like(old: Any, new: Any) -> Any:
+    """Returns a pytree with the dtypes of another, which differ with x64 or by weak types."""
+    return jax.tree.map(lambda a, b: b if a.dtype == b.dtype else b.astype(a.dtype), old, new)
 
 
 def is_done(results: Any) -> jax.Array:

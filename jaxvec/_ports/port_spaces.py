@@ -18,10 +18,10 @@ def compare_spaces(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[s
     rows: dict[str, SpaceResult] = {}
     for name, space in theirs.items():
         parts = [_describe(ours[name]), _describe(space)]
-        for part in parts[1] | parts[0]:
+        for part in parts[1] | parts[0] or [""]:
             texts = [described.get(part, NOT_DECLARED) for described in parts]
-            # Gymnasium leaves autoreset to vector envs, so most originals declare none.
-            undeclared = not parts[0] or (name == "autoreset" and not parts[1])
+            # Gymnasium leaves autoreset to vector envs, and an original may count its steps by itself.
+            undeclared = not parts[0] or (name in ("autoreset", "time limit") and not parts[1])
             rows[f"{name} {part}".strip()] = SpaceResult(*texts, equal=texts[0] == texts[1] or undeclared)
     return rows
 
@@ -55,7 +55,7 @@ _BOUNDS = ("low", "minimum"), ("high", "maximum")
 def _bound(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
     """Returns one number if all are equal. Seven digits, as float32 has."""
     texts = [
-        f"{bound:.7g}"
+        f"{bound:.7g}".replace("3.402823e+38", "inf")  # some ports write the largest float32 for no bound
         for bound in np.broadcast_to(np.asarray(value).astype(dtype), shape).flat[:1000].tolist()
     ]
     return texts[0] if len({*texts}) == 1 else f"[{', '.join(texts[:8])}{', …' if len(texts) > 8 else ''}]"

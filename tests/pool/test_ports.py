@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import sys
+from dataclasses import replace
 from functools import partial
 
 import gymnasium
@@ -11,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support.probe import main
 
 import jaxvec
 from jaxvec.ports import Port, as_port, compare_distributions, compare_port, replay
@@ -56,6 +60,10 @@ def set_state(env, state):
     cart.position, cart.speed, cart.steps = state["position"], state["speed"], int(state["steps"])
 
 
+def get_state(env):
+    return {name: getattr(env.unwrapped, name) for name in ("position", "speed", "steps")}
+
+
 def make_port(
     *,
     limit=LIMIT,
@@ -65,6 +73,9 @@ def make_port(
     order="first",
     space_high=4.0,
     start=1,
+    start_speed=0,
+    stale=False,
+    counted=1,
     resets=False,
     autoreset=None,
 ):
@@ -78,16 +89,17 @@ def make_port(
     def reset(key):
         state = {
             "position": jax.random.uniform(key, minval=-1, maxval=start),
-            "speed": jnp.float32(0),
+            "speed": jnp.float32(start_speed),
             "steps": jnp.int32(0),
             "last_reward": jnp.float32(0),
         }
-        return state, observe(state["position"], state["speed"])
+        drawn = jax.random.uniform(jax.random.split(key)[0], minval=-1, maxval=1)
+        return state, observe(drawn if stale else state["position"], jnp.float32(0))
 
     def step(key, state, action):
         speed = state["speed"] + jnp.float32(0.25) * sign * (action - 1)
         position = state["position"] + speed
-        steps = state["steps"] + 1
+        steps = state["steps"] + counted
         after = {"position": position, "speed": speed, "steps": steps, "last_reward": position}
         obs, terminated, truncated = observe(position, speed), jnp.abs(position) > bound, steps >= limit
         if resets:
@@ -110,13 +122,9 @@ def make_port(
     return Port(reset, step, space, spaces.Discrete(3), limit, autoreset)
 
 
+RIGHT, LATE = make_port(), make_port(late=True)
 compare = partial(
-    compare_port,
-    original=make_cart,
-    set_state=set_state,
-    num_envs=4,
-    num_steps=150,
-    backend="serial",
+    compare_port, original=make_cart, set_state=set_state, num_envs=4, num_steps=150, backend="serial"
 )
 
 
@@ -126,14 +134,7 @@ def test_a_correct_port_is_equal(mode):
     options = {"info": {"steps": int}, "backend": "process", "num_workers": 2}
     result = compare(make_port(), mode=mode, **options)
     assert result.differences == []
-    assert {*result.leaves} == {
-        "obs/position",
-        "obs/weights",
-        "reward",
-        "terminated",
-        "truncated",
-        "info/steps",
-    }
+    assert {*result.leaves} == {"reward", "terminated", "truncated", "info/steps", *map("obs/{}".format, OBS)}
     assert all(each.compared == 600 and each.max_error == 0 for each in result.leaves.values())
     ends = result.leaves["truncated"].ones
     assert ends is not None
@@ -153,11 +154,10 @@ MISTAKES = {
         {"terminated"},
     ),
     "late reward and order of a sum": ({"late": True, "order": "second"}, {"reward", "obs/weights"}, set()),
-    "reset in a step": (
-        {"resets": True},
-        {"obs/position", "obs/weights", "autoreset"},
-        {"obs/position", "obs/weights"},
-    ),
+    "reset": ({"resets": True}, {*map("obs/{}".format, OBS), "autoreset"}, {*map("obs/{}".format, OBS)}),
+    "hidden state": ({"counted": 0, "limit": 99}, {"state/steps", "time limit", "truncated"}, set()),
+    "first speed": ({"start_speed": 0.1}, {"reset state/speed"}, set()),
+    "stale observation": ({"stale": True}, {"reset obs/position", "reset obs/weights"}, set()),
 }
 
 
@@ -165,19 +165,23 @@ MISTAKES = {
 @pytest.mark.parametrize("mode", ["one_step", pytest.param("free_running", marks=pytest.mark.slow)])
 def test_a_wrong_port_is_found_and_named(mistake, found, at_ends, mode):
     port = make_port(**mistake)
-    result = compare(port, mode=mode)
+    states = found & {"state/steps", "reset state/speed", "reset obs/position"}
+    # Resets are compared by tests, which need more samples.
+    options = {"get_state": get_state, "num_steps": 600} if states else {}
+    result = compare(port, mode=mode, **options)
     assert {*result.differences} <= found if mode == "free_running" else {*result.differences} == found
     assert result.differences
     with pytest.raises(AssertionError) as caught:
         result.assert_equal()
     assert result.differences[0] in str(caught.value)
-    result.assert_equal(ignore=found)
+    result.assert_equal(ignore={*found, *result.untested})
     leaves = {path: result.leaves[path] for path in {*result.differences} & {*result.leaves}}
     if mode == "one_step":
         assert {path for path, leaf in leaves.items() if leaf.at_ends == leaf.different} == at_ends
         assert ("only ends" in str(result)) == bool(at_ends)
     for path, leaf in leaves.items():
         names = {"port": port, "original": make_cart, "set_state": set_state, "policy": None}
+        names["get_state"] = get_state
         exec(result.replay(path), names)
         ours, theirs = (np.asarray(side[path]) for side in names["results"])
         assert (ours != theirs).any()
@@ -226,9 +230,16 @@ def test_free_running_episodes_end_at_their_first_difference():
     assert result.episodes == 600
 
 
-def test_an_original_without_set_state_is_refused_in_one_step_mode():
-    with pytest.raises(ValueError, match="needs set_state"):
-        compare(make_port(), set_state=None)
+def test_states_that_are_not_set_or_do_not_fit_are_named():
+    for wrong in (
+        lambda env, _: env.no_such_method(),
+        lambda env, state: set_state(env, {**state, "steps": 3}),
+    ):
+        with pytest.raises(jaxvec.EnvError, match="set_state could not set the original"):
+            compare(RIGHT, set_state=wrong, get_state=get_state)
+    for returned in ("last", "steps"):
+        with pytest.raises(jaxvec.EnvError, match=f"'{returned}' 2.5, which does not fit the port's state"):
+            compare(RIGHT, get_state=lambda env, path=returned: {path: 2.5})
 
 
 def test_an_original_without_set_state_runs_from_its_own_resets():
@@ -238,30 +249,128 @@ def test_an_original_without_set_state_runs_from_its_own_resets():
     assert result.leaves["obs/position"].first_step == 1  # its random generator is another one
 
 
-def test_a_set_state_that_raises_is_named():
-    def wrong(env, state):
-        env.unwrapped.no_such_method(state)
+FORM = "reset.key. -> .state, obs."
 
-    with pytest.raises(jaxvec.EnvError, match="set_state could not set the original"):
-        compare(make_port(), set_state=wrong)
+
+def changed(change):
+    """Returns a correct port whose states and results after a step are changed."""
+    return Port(RIGHT.reset, lambda *args: change(*RIGHT.step(*args)))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"mode": "two_step"}, "mode must be"),
+        ({"set_state": None}, "needs set_state"),
         (
             {"tolerances": {"observation": 1}},
             "no leaf has the path 'observation'; the paths are obs/position",
         ),
+        ({"tolerances": float("nan")}, "tolerances must be numbers of at least 0, not nan"),
+        ({"tolerances": {"obs": "1e-3"}}, "tolerances must be numbers"),
         ({"num_steps": 2**31}, "too many to count"),
+        ({"num_steps": 0}, "too few"),
         ({"original": 3}, "original must be a Gymnasium id"),
         ({"port": object()}, "no env of gymnax"),
+        ({"port": (RIGHT.reset, RIGHT.step)}, "no env of gymnax"),
+        ({"port": changed(lambda state, _: ({**state, "steps": 0.5}, _))}, r"after reset, .*steps float32"),
+        ({"port": changed(lambda _, results: (_, {"obs": results["obs"], "reward": 0}))}, "'terminated'"),
+        ({"port": changed(lambda state, results: (results["obs"], state, 0.0, False, {}))}, FORM),
+        ({"port": Port(lambda key: RIGHT.reset(key)[::-1], RIGHT.step)}, FORM),
+        ({"port": Port(jax.vmap(RIGHT.reset), jax.vmap(RIGHT.step))}, FORM),
     ],
 )
 def test_wrong_arguments_are_named(options, text):
     with pytest.raises((TypeError, ValueError), match=text):
         compare(**{"port": make_port(), **options})
+
+
+def test_what_was_not_tested_is_named():
+    result = compare(RIGHT, num_envs=1, num_steps=1)
+    assert result.untested["time limit"] == f"the longest episode has 1 of {LIMIT} steps"
+    assert result.untested["actions"].count(", ") == 1  # of three, one was played
+    assert "truncated (always 0)" in str(result)
+    with pytest.raises(AssertionError, match="not tested: .*time limit"):
+        result.assert_equal(require=["truncated"])
+    with pytest.warns(UserWarning, match="not tested: .*time limit"):
+        result.assert_equal()
+    for ignored in ("time limit", ["no such name"]):
+        with pytest.raises(ValueError, match="ignore must be a list of names"):
+            result.assert_equal(ignore=ignored)
+
+
+class Walk(gymnasium.Env):
+    """A random walk with clipped actions, whose noise a port cannot repeat."""
+
+    observation_space = action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, noise=0.0, strict=False):
+        self.noise, self.strict = noise, strict
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = np.zeros(2, np.float32)
+        return self.place, {}
+
+    def step(self, action):
+        assert not self.strict or self.action_space.contains(action)
+        noise = self.noise * self.np_random.normal(size=2)
+        self.place = np.float32(self.place + np.clip(action, -1, 1) + noise)
+        return self.place, 0.0, bool(self.place[0] > 2), False, {}
+
+
+def walk(clips=True, noise=0.0):
+    def step(key, place, action):
+        after = place + (jnp.clip(action, -1, 1) if clips else action) + noise * jax.random.normal(key, (2,))
+        return after, {"obs": after, "reward": 0.0, "terminated": after[0] > 2, "truncated": False}
+
+    return Port(lambda key: (jnp.zeros(2), jnp.zeros(2)), step)
+
+
+@pytest.mark.parametrize(
+    ("port", "original", "found"),
+    [
+        (walk(), Walk, []),
+        (walk(), partial(Walk, strict=True), []),
+        (replace(walk(), max_episode_steps=99), Walk, []),
+        (walk(clips=False), Walk, ["obs", "terminated"]),
+        (walk(noise=1.0), partial(Walk, 1.0), ["obs", "terminated", "transitions"]),
+    ],
+    ids=["equal", "strict", "undeclared limit", "without a clip", "random"],
+)
+def test_actions_at_and_beyond_bounds_and_random_originals(port, original, found):
+    options = {"set_state": lambda env, state: setattr(env, "place", state["state"]), "num_envs": 16}
+    result = compare(port, original=original, **options)
+    assert result.differences == found
+    assert result.untested == {"reward": "always 0", "truncated": "always 0"}
+    if found:
+        with pytest.raises(AssertionError) as caught:
+            result.assert_equal()
+        assert len(str(caught.value)) < 3000
+        assert all(text in str(caught.value) for text in ("seed 0", "earliest: step", "largest: step"))
+
+
+@pytest.mark.parametrize(("port", "num_steps", "code"), [("LATE", 20, 1), ("RIGHT", 2, 3), ("NONE", 2, 2)])
+def test_the_command_compares_and_its_replay_runs(port, num_steps, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "my_port", sys.modules[__name__])
+    file = tmp_path / "out.json"
+    arguments = f"my_port:{port} my_port:make_cart --set-state my_port:set_state --num-envs 2 --json {file}"
+    assert main(["compare", *arguments.split(), "--num-steps", str(num_steps)]) == code
+    assert file.exists() == (code != 2)
+    if code == 1:
+        record = json.loads(file.read_text())
+        assert record["differences"] == [*record["replays"]] == ["reward"]
+        capsys.readouterr()
+        exec(record["replays"]["reward"], {})
+        ours, theirs = map(float, capsys.readouterr().out.split())
+        assert ours != theirs
+
+
+def test_comparisons_run_with_x64():
+    with jax.enable_x64(True):
+        compare(make_port(), get_state=get_state, tolerances=1e-6).assert_equal()
+        assert compare(make_port(sign=-1), mode="free_running").differences
+        compare_distributions(make_port(), make_cart, num_episodes=64, backend="serial").assert_equal()
 
 
 def test_results_of_other_shapes_and_dtypes_are_named():
@@ -342,13 +451,18 @@ def test_nan_equals_nan_and_large_integers_are_compared_exactly():
 def test_the_envs_of_gymnax_are_ports():
     gymnax = pytest.importorskip("gymnax", reason="gymnax is not installed: the group compat has it")
 
-    def set_cart(env, state):
-        env.unwrapped.state = [float(state[name]) for name in ("x", "x_dot", "theta", "theta_dot")]
+    def set_leaves(leaves, env, state):
+        env.unwrapped.state = np.array([float(state[leaf]) for leaf in leaves.split()])
 
-    port = as_port(*gymnax.make("CartPole-v1"))
-    result = compare(port, original="CartPole-v1", set_state=set_cart, tolerances={"obs": 1e-6})
-    assert [name for name in result.differences if "space" not in name] == []
-    ours, theirs = replay(port, "CartPole-v1", key=jax.random.key(0), step=3)
+    states = {"CartPole-v1": "x x_dot theta theta_dot", "Pendulum-v1": "theta theta_dot"}
+    states["Acrobot-v1"] = "joint_angle1 joint_angle2 velocity_1 velocity_2"
+    for name, leaves in states.items():
+        port = as_port(*gymnax.make(name))
+        for mode in ("one_step", "free_running"):
+            options = {"set_state": partial(set_leaves, leaves), "tolerances": 1e-5, "num_steps": 400}
+            result = compare(port, original=name, mode=mode, **options)
+            assert result.differences == []
+    ours, theirs = replay(port, name, key=jax.random.key(0), step=3)
     assert ours["obs"].shape == theirs["obs"].shape
 
 
@@ -411,8 +525,8 @@ def test_equal_distributions_are_not_reported():
             for when in ("first obs", "obs after 1 steps", "obs after 10 steps")
             for name in OBS
         ),
-        "return",
-        "length",
+        "first action",
+        *("return", "length", "terminated", "truncated"),
     }
     assert "512 episodes on each side" in str(result)
     for half_width in result.samples["first obs/position"].errors:  # of 512 draws between -1 and 1
@@ -437,6 +551,7 @@ def test_a_policy_transfers_with_its_mean_return_on_both_sides():
     ("mistake", "found"),
     [
         pytest.param({"limit": LIMIT + 1}, "length", marks=pytest.mark.slow),
+        ({"sign": -1}, "obs after 1 steps/position"),  # equally distributed, but for the action
         ({"bound": 2.0}, "length"),
         ({"start": 0.7}, "first obs/position"),
     ],

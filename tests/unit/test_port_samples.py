@@ -1,0 +1,31 @@
+"""Two-sample tests of `jaxvec.ports`: values that lie close together, rounding, NaN, and conditions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxvec._ports.distributions import compare_samples
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("number", [1024, 16384])
+def test_close_values_differ_and_rounded_ones_do_not(number):
+    step = np.float32(RNG.integers(0, 9, number) * 0.1)
+    other = np.float32(0.1) * np.float32(RNG.integers(0, 9, number))
+    original = np.stack([RNG.uniform(0, 0.001, number), RNG.uniform(0, 200, number)], 1)
+    port = original[::-1] * [0.5, 1]
+    assert compare_samples(port, original).p_value < 1e-20
+    assert compare_samples(original[::-1], original).p_value == 1
+    assert compare_samples(step, other).p_value > 0.01
+
+
+def test_nan_on_one_side_and_other_dependences_differ():
+    values = RNG.normal(size=1024)
+    assert compare_samples(np.append(values, np.nan), np.append(values, 0.0)).p_value == 0
+    assert compare_samples(np.append(values, np.nan), np.append(values, np.nan)).p_value == 1
+    action = RNG.integers(0, 2, 1024)
+    effects = values + (2 * action - 1), values - (2 * action - 1)
+    assert compare_samples(*effects).p_value > 1e-3
+    assert compare_samples(*effects, conditions=[(action, action)]).p_value < 1e-20
