@@ -238,9 +238,10 @@ def notes(found: Measurement) -> Iterator[str]:
             "worker in advance, while the program computes"
         )
     if found.left_out:
-        sizes = ", ".join(map(str, found.left_out))
-        first = found.left_out[0]
-        yield f"the env is slow, so pools of {sizes} envs were not measured; --num-envs {first} measures them"
+        yield (
+            f"the env is slow, so pools of {', '.join(map(str, found.left_out))} envs were not measured; "
+            f"--num-envs {found.left_out[0]} measures them"
+        )
 
 
 def report(found: Measurement, name: str, line: str) -> Iterator[str]:

@@ -155,13 +155,14 @@ def _check_isolation(target: Target, together: Timesteps) -> Check:
     if difference is None:
         return Check(_ISOLATED, OK)
     name, env_id, call, value, other = difference
-    reason = (
+    return Check(
+        _ISOLATED,
+        FAIL,
         f"{name}: env {env_id} returned {other} at {call} in one process with env {1 - env_id}, but {value} "
         "alone.\nThey share state, such as a global variable, a class attribute or a simulator that exists "
         "once per process. Move it into the env, or give each env its own process: "
-        "jaxvec.make(..., num_workers=num_envs)"
+        "jaxvec.make(..., num_workers=num_envs)",
     )
-    return Check(_ISOLATED, FAIL, reason)
 
 
 def _check_with_gymnasium(target: Target) -> Check:
@@ -182,8 +183,11 @@ def _check_with_gymnasium(target: Target) -> Check:
     reuses = "share an object" in outcome.reason  # Gymnasium's error for envs that return one array twice
     if reuses:  # harmless: a worker copies each observation before the env's next call
         texts.append(f"{outcome.reason} jaxvec copies observations, so its pools work with this env.")
-    of_wrappers = "different from the unwrapped version"
-    texts = list(dict.fromkeys(text for text in texts if not (target.is_wrapped and of_wrappers in text)))
+    texts = [
+        text
+        for text in dict.fromkeys(texts)
+        if not (target.is_wrapped and "different from the unwrapped version" in text)
+    ]
     if outcome.status == FAIL and not reuses:
         return Check(_GYMNASIUM, FAIL, "\n".join([outcome.reason, *texts]), len(texts))
     return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))

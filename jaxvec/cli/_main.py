@@ -16,10 +16,10 @@ import pickle
 import platform
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,17 +36,20 @@ from jaxvec._workers import fork, lifeline, process, stacks
 from jaxvec.adapters import recording
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import UsageError, _bench, _check, _top
-from jaxvec.cli._target import add_target_arguments, find_target, lacks_package
+from jaxvec.cli._target import add_target_arguments, find_target, lacks_package, load
 
 FINE = 0
 FAILED = 1
 USAGE = 2
+NOT_TESTED = 3
+_JSON = "print one JSON object instead of text"
 
 EXIT_CODES = """\
 exit codes:
   0    success
   1    an env or a check failed
-  2    usage error: unknown env, bad argument, or missing package
+  2    usage error: unknown env, bad argument, or missing package; of compare, also that an env failed
+  3    compare found no difference, but a part was not tested
   130  Ctrl-C"""
 
 
@@ -68,6 +71,7 @@ class Command:
     details: str
     run: Callable[[Namespace], Outcome]
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
+    json: Mapping[str, Any] = field(default_factory=lambda: {"action": "store_true", "help": _JSON})
 
 
 # --- doctor ----------------------------------------------------------------------------------------------
@@ -195,8 +199,13 @@ def _add_bench_arguments(parser: ArgumentParser) -> None:
     numbers: dict[str, Any] = {"type": _numbers, "metavar": "N,N,…"}
     parser.add_argument("--num-envs", **numbers, help="pool sizes; default 16,64,256, fewer for slow envs")
     parser.add_argument("--num-workers", **numbers, help="worker counts; default up to the usable cores")
-    text = "length of each measurement in seconds, default 0.2; a run has about 100 measurements"
-    parser.add_argument("--seconds", type=_seconds, default=0.2, metavar="S", help=text)
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=0.2,
+        metavar="S",
+        help="length of each measurement in seconds, default 0.2; a run has about 100 measurements",
+    )
     parser.add_argument(
         "--transport", choices=get_args(Transport), default="auto", help="how programs reach the pool"
     )
@@ -262,6 +271,79 @@ examples:
 )
 
 
+# --- compare ---------------------------------------------------------------------------------------------
+
+
+def _run_compare(options: Namespace) -> Outcome:
+    from jaxvec import ports  # which imports JAX
+
+    names = {name: getattr(options, name) for name in ("port", "original", "set_state", "get_state")}
+    try:
+        result = ports.compare_port(
+            **{name: text and load(text) for name, text in names.items()},
+            mode="free_running" if options.free_running or options.set_state is None else "one_step",
+            num_envs=options.num_envs,
+            num_steps=options.num_steps,
+            seed=options.seed,
+            tolerances=options.tolerance,
+        )
+        # Refuses unknown names.
+        result.assert_equal(ignore=[*result.differences, *result.untested, *options.ignore])
+    except (JaxvecError, TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    different = {*result.differences} - {*options.ignore}
+    code = FAILED if different else NOT_TESTED if {*result.untested} - {*options.ignore} else FINE
+    start = "\n".join(_definition(name, text) for name, text in {**names, "policy": None}.items())
+    replays = {path: f"{start}\n{result.replay(path)}" for path in result.leaves if path in different}
+    record = {"schema": "jaxvec.compare/1", "exit_code": code, **result.to_dict(), "replays": replays}
+    if isinstance(options.json, Path):
+        options.json.write_text(json.dumps(record, indent=2))
+    return Outcome(record, str(result), code)
+
+
+def _definition(name: str, text: str | None) -> str:
+    """Returns Python that gives `name` to what an argument says."""
+    module, _, rest = (text or "").rpartition(":")
+    return f"import {module}; {name} = {module}.{rest}" if module else f"{name} = {text!r}"
+
+
+def _add_compare_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("port", metavar="PORT", help="a Port or an env of a library, as package.module:name")
+    parser.add_argument("original", metavar="ORIGINAL", help="a Gymnasium id, or package.module:callable")
+    for name in ("--set-state", "--get-state"):
+        parser.add_argument(name, metavar="MODULE:NAME", help="function, as for jaxvec.ports.compare_port")
+    parser.add_argument("--free-running", action="store_true", help="set states only when an episode starts")
+    for name, default in {"num-envs": 64, "num-steps": 1000, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="accepted error, default 0")
+    parser.add_argument(
+        "--ignore",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="accepted difference or gap; may be repeated",
+    )
+
+
+_COMPARE = Command(
+    name="compare",
+    summary="compare a JAX port of an env with its Python original",
+    details="""\
+The command plays both sides with equal random actions (jaxvec.ports.compare_port). Without --set-state,
+episodes start from the resets of the original.
+
+--json prints {"schema": "jaxvec.compare/1", "exit_code": CODE, "differences": [NAME], "untested": {NAME:
+TEXT}, "replays": {NAME: PYTHON}, …}, or writes it to FILE. A replay is a program that repeats the largest
+difference. The attributes of jaxvec.ports.Comparison describe the other fields.
+
+example:
+jaxvec compare my_port:port my_envs:Env --set-state my_port:set_state --json out.json""",
+    run=_run_compare,
+    add_arguments=_add_compare_arguments,
+    json={"metavar": "FILE", "nargs": "?", "const": True, "type": Path, "help": f"{_JSON}, or write it"},
+)
+
+
 # --- new -------------------------------------------------------------------------------------------------
 
 _EXAMPLES = Path(jaxvec.__file__).parent / "examples"
@@ -317,8 +399,13 @@ def _run_top(options: Namespace) -> Outcome:
 def _add_top_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("pid", type=int, metavar="PID", help="process id of the program that made the pools")
     parser.add_argument("--once", action="store_true", help="print one table, and exit")
-    text = "time between two tables in seconds, default 2"
-    parser.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help=text)
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="time between two tables in seconds, default 2",
+    )
 
 
 _TOP = Command(
@@ -343,12 +430,11 @@ examples:
 
 def _run_stack(options: Namespace) -> Outcome:
     pid = options.pid
-    env_id = options.env
     if not (workers := [*stacks.find_all(pid)]):
         _top.look(pid)  # raises if there is no such process, or if it has no workers
-    workers = [worker for worker in workers if env_id is None or worker.first <= env_id <= worker.last]
+    workers = [worker for worker in workers if options.env in (None, *range(worker.first, worker.last + 1))]
     if not workers:
-        raise UsageError(f"process {pid} has no worker with env {env_id}")
+        raise UsageError(f"process {pid} has no worker with env {options.env}")
     reads = [worker.request_stack() for worker in workers]
     stacks_found: list[dict[str, Any]] = [
         {"pid": w.pid, "worker": w.worker, "envs": [w.first, w.last], "stack": read()}
@@ -411,8 +497,8 @@ def _list_records(folder: Path) -> Outcome:
     """Lists the records of faults, and of episodes that ended with their process."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (recording.RECORD, recording.RUNNING))
     lines = [line for path in files if (line := recording.describe(path))]
-    text = "\n".join(lines) if lines else f"{folder} has no records of faults."
-    return Outcome({"schema": "jaxvec.replay/1", "folder": str(folder), "records": lines}, text, FINE)
+    record = {"schema": "jaxvec.replay/1", "folder": str(folder), "records": lines}
+    return Outcome(record, "\n".join(lines) or f"{folder} has no records of faults.")
 
 
 def _add_replay_arguments(parser: ArgumentParser) -> None:
@@ -437,7 +523,7 @@ makes the records. A record is a pickle, which can run any code: replay only rec
 
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _STACK, _REPLAY)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _COMPARE, _NEW, _TOP, _STACK, _REPLAY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -461,14 +547,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, EnvError) and lacks_package(error):
             return _fail(command, f"a package of the env is not installed: {error.__cause__}", USAGE)
         return _fail(command, error, FAILED)
-    except KeyboardInterrupt:
-        return _fail(command, "interrupted", INTERRUPTED)
-    except RuntimeError as error:
+    except (KeyboardInterrupt, RuntimeError) as error:
         # JAX turns a KeyboardInterrupt inside a host callback into a JaxRuntimeError.
-        if "KeyboardInterrupt" not in str(error):
+        if isinstance(error, RuntimeError) and "KeyboardInterrupt" not in str(error):
             raise
         return _fail(command, "interrupted", INTERRUPTED)
-    text = json.dumps(outcome.record, indent=2) if options.json else outcome.text
+    text = json.dumps(outcome.record, indent=2) if options.json is True else outcome.text
     for paragraph in [text] if isinstance(text, str) else text:
         print(paragraph, flush=True)
     return outcome.code
@@ -494,7 +578,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.set_defaults(command=command)
         command.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        sub.add_argument("--json", **command.json)
     return parser
 
 

@@ -109,12 +109,14 @@ def _resolve(options: Namespace) -> Target:
         )
     resets = _parse("--reset-options", options.reset_options)
     target = partial(Target, kwargs=kwargs, reset_options=resets, is_wrapped=bool(resets))
-    module, _, rest = name.rpartition(":")
-    if module:
-        imported = _import(name, module)
-        if not re.search(r"-v\d+$", rest):
-            return _checked(target(name, _callable(name, imported, rest)))
-    elif (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
+    if ":" in name:
+        env = load(name)
+        if not callable(env) and env is not name:
+            raise UsageError(
+                f"{name} must be a callable that returns an env, not of type {type(env).__name__}"
+            )
+        return _checked(target(name, env))
+    if (package := constructors.PUBLISHERS.get(name.partition("/")[0])) is not None:
         _import(name, package, f"pip install {constructors.PACKAGES.get(package, package)}")
         return _checked(target(name, f"{package}:{name}"))
     return _checked(target(name, name))
@@ -134,24 +136,26 @@ def _import(name: str, module: str, advice: str = "") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        advice = advice or f"start in the folder of {error.name}.py, set PYTHONPATH, or install its package"
-        raise UsageError(f"{name}: there is no module named {error.name!r}; {advice}") from error
+        raise UsageError(
+            f"{name}: there is no module named {error.name!r}; "
+            + (advice or f"start in the folder of {error.name}.py, set PYTHONPATH, or install its package")
+        ) from error
     except Exception as error:
         raise UsageError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
 
 
-def _callable(name: str, module: Any, rest: str) -> Any:
+def load(name: str) -> Any:
+    """Returns the object that "package.module:name" names. A Gymnasium id stays as it is."""
+    module, _, rest = name.rpartition(":")
+    imported = _import(name, module) if module else None
+    if imported is None or re.search(r"-v\d+$", rest):
+        return name
     try:
-        target = operator.attrgetter(rest)(module)
+        return operator.attrgetter(rest)(imported)
     except AttributeError as error:
         raise UsageError(
-            f"{name}: module {module.__name__!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
+            f"{name}: module {module!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
         ) from error
-    if not callable(target):
-        raise UsageError(
-            f"{name} must be a callable that returns an env, not of type {type(target).__name__}"
-        )
-    return target
 
 
 def _checked(target: Target) -> Target:
