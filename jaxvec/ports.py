@@ -23,6 +23,7 @@ from gymnasium import spaces
 from jaxvec._ports.comparison import Comparison, Mode, SpaceResult
 from jaxvec._ports.distributions import Distributions, compare_distributions, compare_resets
 from jaxvec._ports.original import GetState, Original, SetState, constructor, space_like
+from jaxvec._ports.pools import compare_pools
 from jaxvec._ports.port import Port, as_port, by_path, check_port, shape_of
 from jaxvec._ports.port_spaces import NOT_DECLARED, compare_spaces
 from jaxvec._ports.program import (
@@ -43,6 +44,7 @@ __all__ = [
     "Port",
     "as_port",
     "compare_distributions",
+    "compare_pools",
     "compare_port",
     "replay",
 ]

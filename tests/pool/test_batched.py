@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from support import probe
 
 import jaxvec
+from jaxvec.ports import compare_pools
 from jaxvec.testing import CountingEnv, NestedEnv
 
 
@@ -142,6 +143,38 @@ def test_atari_as_ale_batches_it(make, mode):
         if mode is AutoresetMode.SAME_STEP and over.any():
             np.testing.assert_array_equal(got.info["final_obs"][over], np.asarray(info["final_obs"])[over])
     assert steps.truncated.any()
+
+
+@pytest.mark.parametrize("polemass_length", [0.05, 0.06])
+def test_a_batched_port_is_compared_at_equal_seeds(make, polemass_length):
+    def batched():
+        envs = CartPoleVectorEnv(1)
+        envs.polemass_length = polemass_length
+        return envs
+
+    port = make(batched, num_envs=2, envs_per_instance=1)
+    errors = compare_pools(port, make("CartPole-v1", 2, autoreset_mode="NEXT_STEP"), num_steps=40)
+    assert errors["reward"].shape == (40, 2)
+    assert {path for path, error in errors.items() if error.any()} == (
+        {"obs"} if polemass_length > 0.05 else set()
+    )
+    with pytest.raises(ValueError, match=r"'obs': \(2, 4\).*original's .*'obs': \(2, 6\)"):
+        compare_pools(port, make("Acrobot-v1", 2))
+
+
+def test_ales_batched_atari_is_equal_to_gymnasiums(make):
+    ale = pytest.importorskip("ale_py.vector_env", reason="ale-py is not installed: the extra atari has it")
+    wrappers = gymnasium.wrappers
+
+    def original():
+        env = gymnasium.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=0.0)
+        env = wrappers.AtariPreprocessing(env, noop_max=0)
+        return wrappers.FrameStackObservation(env, 4, padding_type="zero")
+
+    options = {"noop_max": 0, "use_fire_reset": False, "reward_clipping": False}
+    envs = make(original, 2, autoreset_mode="NEXT_STEP")
+    errors = compare_pools(make(ale.AtariVectorEnv("breakout", 2, **options)), envs, num_steps=300)
+    assert not any(error.any() for error in errors.values())
 
 
 @pytest.mark.filterwarnings("ignore:.*precision lowered by casting")  # the bounds of EnvPool's spaces
