@@ -844,7 +844,10 @@ def main() -> None:
             except ImportError as error:
                 print(f"{name}: {error}")
                 continue
-            RESULTS.write_text(json.dumps(_read() | {name: entry}, indent=1) + "\n")
+            text = json.dumps(
+                _read() | {name: entry}, indent=1, default=lambda value: np.asarray(value).tolist()
+            )
+            RESULTS.write_text(text + "\n")
     old = _read()
     print(table({name: old[name] for name in rows if "leaves" in old.get(name, {})}))
     print(levels_table({pair.name: old[pair.name] for pair in LEVELS if pair.name in old}))
