@@ -50,3 +50,15 @@ def import_optional(module: str, user: str, extra: str) -> Any:
     """Imports a module of an extra, or of a package of that name; an error has the install command."""
     with optional_imports(user, extra):
         return importlib.import_module(module)
+
+
+class ForeignClass:
+    """Stands for a class of a package that may not be installed where types are checked."""
+
+    def __init__(self, *arguments: Any) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+
+
+def import_class(module: str, name: str, user: str, extra: str) -> type[ForeignClass]:
+    """Imports a class of an extra, to derive another class from it."""
+    return getattr(import_optional(module, user, extra), name)

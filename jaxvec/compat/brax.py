@@ -21,7 +21,7 @@ from gymnasium import Space, spaces
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._results import TimeStep
-from jaxvec.adapters._packages import import_optional
+from jaxvec.adapters._packages import import_class, import_optional
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat._base import merge_final_info
 from jaxvec.compat._family import PooledEnv
@@ -30,9 +30,11 @@ __all__ = ["Env", "make", "wrap"]
 
 _base = import_optional("brax.envs.base", "jaxvec.compat.brax", "brax")
 _training = import_optional("brax.envs.wrappers.training", "jaxvec.compat.brax", "brax")
+_BraxEnv = import_class("brax.envs.base", "Env", "jaxvec.compat.brax", "brax")
+_Wrapper = import_class("brax.envs.base", "Wrapper", "jaxvec.compat.brax", "brax")
 
 
-class Env(PooledEnv, _base.Env):
+class Env(PooledEnv, _BraxEnv):
     """A Python env with brax's API, and a `brax.envs.Env`. Create it with `make`.
 
     Example:
@@ -191,7 +193,7 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
     return _TruncationWrapper(_training.wrap(env, episode_length, action_repeat))
 
 
-class _TruncationWrapper(_base.Wrapper):
+class _TruncationWrapper(_Wrapper):
     """Reports the env's own truncations, too: brax's `EpisodeWrapper` has only those by its time limit."""
 
     def step(self, state: Any, action: Any) -> Any:

@@ -27,13 +27,13 @@ from jaxvec._memory.segment import Copies, Rows
 from jaxvec._options import Workers
 from jaxvec._spec import PoolSpec
 from jaxvec._vector_env import VectorEnv, pool_of
-from jaxvec.adapters._packages import import_optional
+from jaxvec.adapters._packages import import_class
 from jaxvec.compat._base import AsRaised, row_of, start_pool
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
 
 __all__ = ["DummyVecEnv", "SubprocVecEnv"]
 
-_base_module = import_optional("stable_baselines3.common.vec_env", "jaxvec.compat.stable_baselines3", "sb3")
+_VecEnv = import_class("stable_baselines3.common.vec_env", "VecEnv", "jaxvec.compat.stable_baselines3", "sb3")
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]
 
@@ -41,7 +41,7 @@ _AS_RAISED = AsRaised()
 _FIXED_OPTIONS = {"autoreset_mode", "batch_size", "envs_per_instance", "final_obs"}
 
 
-class _PooledVecEnv(_base_module.VecEnv):
+class _PooledVecEnv(_VecEnv):
     """A `stable_baselines3.common.vec_env.VecEnv` over a pool. Abstract."""
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], options: dict[str, Any]) -> None:
