@@ -156,7 +156,7 @@ def compare_port(
         check_port(port, program.policy)
         compiled = jax.jit(partial(program, envs)).lower(seed).compile()
         start = time.perf_counter()
-        cases, samples, steps = jax.device_get(compiled(seed))
+        cases, (port_resets, original_resets), steps = jax.device_get(compiled(seed))
         seconds = time.perf_counter() - start
         is_repeatable = all(envs.get_attr("is_repeatable"))
     leaves = {path: program.result(path, cases[path], steps) for path in cases}
@@ -165,7 +165,9 @@ def compare_port(
     properties = {**compare_spaces(dict(zip(own, port_fields, strict=True)), own), **program.mismatches}
     observed = {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == "obs" and not leaf.equal}
     if observed and all(
-        leaf.at_ends == leaf.different and is_of_reset(port, path, leaf.earliest)
+        leaf.earliest is not None
+        and leaf.at_ends == leaf.different
+        and is_of_reset(port, path, leaf.earliest)
         for path, leaf in observed.items()
     ):
         properties["autoreset"] = SpaceResult(
@@ -192,7 +194,7 @@ def compare_port(
         num_steps=num_steps,
         spaces=properties,
         leaves=leaves,
-        resets=compare_resets(*samples, episodes, program.tolerance),
+        resets=compare_resets(port_resets, original_resets, episodes, program.tolerance),
         coverage=coverage,
         episodes=episodes,
         parted=parted_after.size,

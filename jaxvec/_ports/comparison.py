@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class LeafResult:
     tolerance: float
     max_error: float
     first_step: int | None = None  # smallest number in an episode of a different step
-    ones: tuple[int, int] | None = None  # of flags and reward, steps with another value than 0 on both sides
+    ones: tuple[int, ...] | None = None  # of flags and reward, steps with another value than 0 on both sides
     worst: Case | None = None  # with the largest error; None if all are equal
     earliest: Case | None = None  # with the number `first_step`
 
@@ -155,7 +155,7 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as plain objects of Python, for JSON. NaN and infinities are texts."""
         text = json.dumps(
-            {"differences": self.differences, "untested": self.untested, **asdict(self)},
+            {"differences": self.differences, "untested": self.untested, **asdict(cast(Any, self))},
             default=lambda value: np.asarray(value).tolist(),
         )
         return json.loads(text, parse_constant=str)

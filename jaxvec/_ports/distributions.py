@@ -262,7 +262,7 @@ def compare_samples(port: Any, original: Any, tolerance: float = 0.0, conditions
             distributed equally, but depend on each other differently.
     """
     both = _stack(port, original)
-    odd = np.stack([np.isnan(both), np.isposinf(both), np.isneginf(both)]).any(2)
+    odd: Any = np.stack([np.isnan(both), np.isposinf(both), np.isneginf(both)]).any(2)
     largest = np.abs(np.where(np.isfinite(both), both, 0)).max((0, 1))
     finite = np.nan_to_num(both, nan=1e30, posinf=1e31, neginf=-1e31)
     # Sums that are rounded in another order are the same value.

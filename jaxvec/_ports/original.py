@@ -68,7 +68,10 @@ class Original(gymnasium.Env[Any, Any]):
             self._env.reset(seed=0)
         state_spaces = {path: state_space[path] for path in self._read_state()}
         flag = spaces.Box(0, 1, (), np.bool_)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        first = {"obs": self._env.observation_space, "state": spaces.Dict(state_spaces)}
+        first: dict[str, spaces.Space[Any]] = {
+            "obs": self._env.observation_space,
+            "state": spaces.Dict(state_spaces),
+        }
         self.observation_space: spaces.Space[Any] = spaces.Dict(
             {**first, "terminated": flag, "truncated": flag, "reset": spaces.Dict(first)}
         )

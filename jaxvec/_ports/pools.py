@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxvec._ports.program import _errors, by_path, random_action
+from jaxvec._ports.program import by_path, errors_of, random_action
 from jaxvec.callbacks._functions import reset, step
 
 
@@ -62,4 +62,4 @@ def _compare(*timesteps: Any) -> dict[str, jax.Array]:
     shapes = [{path: leaf.shape for path, leaf in results.items()} for results in (port, original)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the port's results have the shapes {shapes[0]}, and the original's {shapes[1]}")
-    return jax.tree.map(_errors, port, original)
+    return jax.tree.map(errors_of, port, original)

@@ -82,7 +82,7 @@ class Program:
         going = {**playing, "state": after, "obs": results["obs"], "time": playing["time"] + 1}
         if self.drifts:
             twin, twin_results = advance(self.port, keys[:, 1], playing["twin"], action)
-            errors = jax.tree.map(_errors, twin_results["obs"], results["obs"])
+            errors = jax.tree.map(errors_of, twin_results["obs"], results["obs"])
             going["drift"] = jnp.stack([playing["drift"], *jax.tree.leaves(errors)]).max(0)
             going["twin"] = jax.tree.map(_perturb, twin)
         return action, like(playing, going), by_path({**results, "state": jax.vmap(self.sent)(after)})
@@ -129,7 +129,7 @@ class Program:
         asked = {"action": action, "step": time, "seed": jax.vmap(seed_of)(playing["keys"])}
         handle, timestep = step(handle, asked | {"state": jax.vmap(self.sent)(playing["state"])})
         original = self.results_of(timestep)
-        errors = {path: _errors(port[path], original[path]) for path in cases}
+        errors = {path: errors_of(port[path], original[path]) for path in cases}
         different = {path: error > self.tolerance(path, going["drift"]) for path, error in errors.items()}
         for path, kept in cases.items():
             error = errors[path]
@@ -262,7 +262,7 @@ def select(mask: jax.Array, new: Any, old: Any) -> Any:
     return jax.vmap(lambda chosen, *both: jax.tree.map(partial(jnp.where, chosen), *both))(mask, new, old)
 
 
-def _errors(port: jax.Array, original: jax.Array) -> jax.Array:
+def errors_of(port: jax.Array, original: jax.Array) -> jax.Array:
     """Returns the largest error of each env. Unequal values have an error above 0."""
     dtype = jnp.promote_types(port.dtype, original.dtype)
     equal = (port == original) | (jnp.isnan(port) & jnp.isnan(original))

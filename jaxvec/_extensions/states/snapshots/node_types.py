@@ -89,7 +89,7 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
     # Perhaps of an earlier container at this address. It then serves this one, if the values are the same.
     known = saver.shared.get(id(value))
     node = known if type(known) is Plain else None
-    seen = _native.ext.plain_identity(value, ATOMS, node.identity if node is not None else None)
+    seen: Any = _native.ext.plain_identity(value, ATOMS, node.identity if node is not None else None)
     if seen is None:
         return None
     if seen is not True:
