@@ -27,7 +27,7 @@ else:
         _reason = f"the native library can't be loaded: {error}; reinstall jaxvec"
     else:
         # A clone has sources, and `git pull` changes them but not the library.
-        sources = sorted(Path(__file__).parent.glob("*.[ch]*"))
+        sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cc", ".h"))
         digests = "".join(sha256(source.read_bytes()).hexdigest() for source in sources)
         if sources and getattr(ext, "SOURCES", "") != sha256(digests.encode()).hexdigest():
             ext = None
