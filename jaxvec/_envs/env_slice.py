@@ -48,9 +48,8 @@ from jaxvec._options import PoolConfig
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import SpanRecorder
 
-OnSlice: TypeAlias = Callable[
-    ["EnvSlice"], SliceExtension | None
-]  # makes the half of an extension in a worker
+# Makes the half of an extension in a worker, if it has one.
+OnSlice: TypeAlias = Callable[["EnvSlice"], SliceExtension | None]
 
 
 class _Selection(NamedTuple):

@@ -32,9 +32,7 @@ class Program:
     num_envs: int
     num_steps: int
     tolerances: Mapping[str, float]
-    drifts: (
-        bool  # whether rounding errors may add up; then they tell the drift of a correct port from a fault
-    )
+    drifts: bool  # whether rounding errors may add up: a copy with such errors then shows how far
     infos: tuple[str, ...]
     # Differences of the structure, shapes and dtypes of results, found while tracing.
     mismatches: dict[str, SpaceResult] = field(default_factory=dict)

@@ -286,9 +286,8 @@ class PoolStates(PoolExtension):
             numbers = table.allocate(len(workers))
             oldest = table.oldest
             rest = workers
-            if (
-                self._simulated and len(workers) and not len(pool.pending_envs.sent)
-            ):  # which can't be dispatched
+            # While envs are pending, nothing else can be dispatched.
+            if self._simulated and len(workers) and not len(pool.pending_envs.sent):
                 rest = self._dispatch_simulation(pool, active, workers, sources, numbers, actions)
             answers = self._request(
                 pool,
