@@ -22,7 +22,8 @@ from jaxvec._spec import PoolSpec
 # A seed is an array of words, lowest first, so that there is room for an env's `np_random_seed` of 128 bits.
 SEED_WORDS = 3
 _MAX_SEED = 2 ** (64 * SEED_WORDS - 1) - 1
-NO_SEED = -(2**63)  # the words of an env that gets no seed
+NO_SEED = -(2**63)  # each word of an env that gets no seed
+_NO_SEED_BYTES = np.full(SEED_WORDS, NO_SEED).tobytes()
 
 
 def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64]:
@@ -30,9 +31,8 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64]:
 
     An int gives env *i* the seed `seed + i`; a sequence has an int or `None` per env.
     """
-    words = np.full((num_envs, SEED_WORDS), NO_SEED)
     if seed is None:
-        return words
+        return np.full((num_envs, SEED_WORDS), NO_SEED)
     if np.ndim(seed) == 0:
         seeds: list[int | None] = [_index(seed) + i for i in range(num_envs)]
     else:
@@ -40,11 +40,11 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64]:
         if len(seeds) != num_envs:
             raise ValueError(f"seed: got {len(seeds)} seeds for {num_envs} envs; pass one, or one per env")
     for env_id, env_seed in enumerate(seeds):
-        if env_seed is not None:
-            if not 0 <= env_seed <= _MAX_SEED:
-                raise ValueError(_out_of_range(env_seed, env_id))
-            words[env_id] = np.frombuffer(env_seed.to_bytes(8 * SEED_WORDS, "little"), "<i8")
-    return words
+        if env_seed is not None and not 0 <= env_seed <= _MAX_SEED:
+            raise ValueError(_out_of_range(env_seed, env_id))
+    size = 8 * SEED_WORDS
+    rows = [_NO_SEED_BYTES if env_seed is None else env_seed.to_bytes(size, "little") for env_seed in seeds]
+    return np.frombuffer(bytearray().join(rows), "<i8").reshape(num_envs, SEED_WORDS)
 
 
 def read_seed(words: NDArray[np.int64]) -> int | None:
