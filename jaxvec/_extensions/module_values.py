@@ -89,7 +89,11 @@ def _own_modules() -> set[str]:
 
 @cache  # for all envs of the worker
 def _read_values_of(name: str) -> dict[str, str | int]:
-    return {place: value for place, value in _values(_owners()[name]) if value is not None}
+    values = {place: value for place, value in _values(_owners()[name]) if value is not None}
+    if name in _own_modules() or name.startswith("gymnasium.registry["):
+        return values
+    # A library may fill its lists and dicts at any time.
+    return {place: value for place, value in values.items() if str(value)[0] not in "[{"}
 
 
 def describe_changes(values_of_workers: ModuleValues) -> str | None:
@@ -134,7 +138,7 @@ def _values(owner: Any) -> Iterator[tuple[str, str | int | None]]:
                 value = value.__func__
             if isinstance(value, FunctionType):
                 yield prefix + name, _hash(value.__code__)
-            elif not name.startswith("__"):
+            elif not name.startswith("__") and name != "metadata":  # to which vector envs write
                 yield prefix + name, _text(value)
 
 

@@ -184,6 +184,7 @@ cache = {}
 def helper(): return 1
 
 class Cart(CountingEnv):
+    metadata = {"render_modes": []}
     gravity = 9.8
     limits = (1, 2)
     count = 0
@@ -226,6 +227,8 @@ def library(tmp_path, monkeypatch):
 def test_a_value_that_only_the_program_has_changed_is_named_once(make, library, method):
     workers = jaxvec.Workers(start_method=method)
     library.Cart()  # changes its counters, which are no settings
+    # As the vector envs of Gymnasium 1.3 write to the metadata of a class.
+    library.Cart.metadata["autoreset_mode"] = gymnasium.vector.AutoresetMode.NEXT_STEP
     assert make(library.Cart, 2, workers=workers).call("fall") == ((1.0, 9.8, 1),) * 2
 
     def change():
