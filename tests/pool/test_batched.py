@@ -25,6 +25,16 @@ def counting(mode, lengths=(2, 3, 4)):
     return SyncVectorEnv([partial(CountingEnv, length) for length in lengths], autoreset_mode=mode)
 
 
+def equal_steps(steps, envs, actions):
+    """Compares `steps` of a program with those of a batched env, and yields the latter's infos."""
+    for number, action in enumerate(actions):
+        *expected, info = envs.step(action)
+        step = jax.tree.map(lambda leaf, number=number: leaf[number], steps)
+        got = step.obs, step.reward, step.terminated, step.truncated
+        jax.tree.map(np.testing.assert_array_equal, got, tuple(expected))
+        yield step, info
+
+
 def rollout(envs, actions, seed=0):
     handle, first = jaxvec.reset(envs, seed=seed)
     _, steps = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)
@@ -111,12 +121,7 @@ def test_cartpole_as_gymnasium_batches_it(make):
     first, steps = rollout(make(CartPoleVectorEnv(num_envs=6)), actions, seed=7)
     alone = CartPoleVectorEnv(num_envs=6)
     np.testing.assert_array_equal(first.obs, alone.reset(seed=7)[0])
-    for step, action in enumerate(actions):
-        obs, reward, terminated, truncated, _ = alone.step(action)
-        np.testing.assert_array_equal(steps.obs[step], obs)
-        np.testing.assert_array_equal(steps.reward[step], reward)
-        np.testing.assert_array_equal(steps.terminated[step], terminated)
-        np.testing.assert_array_equal(steps.truncated[step], truncated)
+    assert len(list(equal_steps(steps, alone, actions))) == 60
     assert steps.terminated.any()
 
 
@@ -133,15 +138,11 @@ def test_atari_as_ale_batches_it(make, mode):
     actions = np.random.default_rng(0).integers(0, 4, (60, 3))
     first, steps = rollout(envs, actions, seed=5)
     np.testing.assert_array_equal(first.obs, alone.reset(seed=5)[0])
-    for step, action in enumerate(actions):
-        obs, reward, terminated, truncated, info = alone.step(action)
-        got = jax.tree.map(lambda leaf: leaf[step], steps)
-        for mine, theirs in zip(got, (obs, reward, terminated, truncated), strict=False):
-            np.testing.assert_array_equal(mine, theirs)
-        np.testing.assert_array_equal(got.info["lives"], info["lives"])
-        over = terminated | truncated
-        if mode is AutoresetMode.SAME_STEP and over.any():
-            np.testing.assert_array_equal(got.info["final_obs"][over], np.asarray(info["final_obs"])[over])
+    for step, info in equal_steps(steps, alone, actions):
+        np.testing.assert_array_equal(step.info["lives"], info["lives"])
+        if mode is AutoresetMode.SAME_STEP and step.done.any():
+            last = np.asarray(info["final_obs"])[step.done]
+            np.testing.assert_array_equal(step.info["final_obs"][step.done], last)
     assert steps.truncated.any()
 
 
@@ -188,10 +189,7 @@ def test_an_env_of_envpools(make):
     handle, first = jaxvec.reset(envs)
     np.testing.assert_array_equal(first.obs, alone.reset()[0])
     _, steps = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, jnp.ones((30, 4), int))
-    for step in range(30):
-        obs, reward, *_ = alone.step(np.ones(4, np.int32))
-        np.testing.assert_array_equal(steps.obs[step], obs)
-        np.testing.assert_array_equal(steps.reward[step], reward)
+    assert len(list(equal_steps(steps, alone, np.ones((30, 4), np.int32)))) == 30
 
 
 def test_without_autoreset_some_of_its_envs_are_reset(make):
@@ -482,18 +480,9 @@ def test_an_exception_names_the_first_of_the_batch(make):
     [
         (lambda: (Wrong(), 3), "num_envs is 3, but the VectorEnv has 2 envs"),
         (lambda: (Wrong, 2), "pass envs_per_instance=2"),
-        (
-            lambda: (Wrong, 4, {"envs_per_instance": 4}),
-            "is 4, but the VectorEnv has 2 envs",
-        ),
-        (
-            lambda: (Wrong, 3, {"envs_per_instance": 2}),
-            "must be a multiple of envs_per_instance, 2",
-        ),
-        (
-            lambda: (CountingEnv, 2, {"envs_per_instance": 2}),
-            "leave out envs_per_instance",
-        ),
+        (lambda: (Wrong, 4, {"envs_per_instance": 4}), "is 4, but the VectorEnv has 2 envs"),
+        (lambda: (Wrong, 3, {"envs_per_instance": 2}), "must be a multiple of envs_per_instance, 2"),
+        (lambda: (CountingEnv, 2, {"envs_per_instance": 2}), "leave out envs_per_instance"),
         (lambda: ("CartPole-v1", 2, {"envs_per_instance": 2}), "goes with a callable that makes"),
         (lambda: (Wrong, 2, {"envs_per_instance": 0}), "envs_per_instance must be an integer of at least 1"),
         (lambda: (Wrong(), None, {"autoreset_mode": "NEXT_STEP"}), "resets its envs itself"),

@@ -263,17 +263,10 @@ def test_batched_envs_get_their_own_values(make, backend):
 def test_read_only_arrays_functions_and_locks_are_shared(make, backend):
     terrain, writable = np.zeros(1000), np.zeros(1000)
     terrain.flags.writeable = False
-    given = {
-        "terrain": terrain,
-        "nested": [{"terrain": terrain}],
-        "function": test_simulate_steps_no_env_of_the_pool,
-    }
-    given |= {
-        "writable": writable,
-        "view": np.broadcast_to(np.zeros(1), 3),
-        "objects": np.array([[]], object),
-    }
-    given["objects"].flags.writeable = False
+    objects = np.array([[]], object)
+    objects.flags.writeable = False
+    given = {"terrain": terrain, "nested": [{"terrain": terrain}], "function": same_env}
+    given |= {"writable": writable, "view": np.broadcast_to(np.zeros(1), 3), "objects": objects}
 
     class Keeping(CountingEnv):
         def __init__(self, **given):
@@ -293,12 +286,12 @@ def test_read_only_arrays_functions_and_locks_are_shared(make, backend):
 def test_serial_envs_share_what_cannot_be_copied(make):
     lock = threading.Lock()
     envs = make(Logging, 2, backend="serial", log=[], more=UserList([lock]))
-    assert envs.map(
-        lambda env, lock, log: (env.unwrapped.more[0] is lock, log.append(0), len(log)), lock, []
-    ) == (
-        (True, None, 1),
-        (True, None, 1),
-    )
+
+    def add(env, lock, log):
+        log.append(0)
+        return env.unwrapped.more[0] is lock, len(log)
+
+    assert envs.map(add, lock, []) == ((True, 1),) * 2
     envs.set_attr("lock", {"lock": lock, "log": []})
     first, second = envs.get_attr("lock")
     assert first["lock"] is second["lock"] is lock
