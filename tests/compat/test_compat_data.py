@@ -245,10 +245,7 @@ def last_classes(library):
 
     from jaxvec.compat.stable_baselines3 import SubprocVecEnv as OurSubprocVecEnv
 
-    return [
-        *pairs,
-        (partial(SubprocVecEnv, start_method="fork"), partial(OurSubprocVecEnv, num_workers=1)),
-    ]
+    return [*pairs, (partial(SubprocVecEnv, start_method="fork"), partial(OurSubprocVecEnv, num_workers=1))]
 
 
 @both

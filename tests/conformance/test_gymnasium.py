@@ -48,19 +48,11 @@ def _failures(folder: Path, files: list[str], *, swap: bool) -> set[str]:
     report = folder / f"{swap}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
     path = [str(CHECKOUT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "SDL_VIDEODRIVER": "dummy",
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "SDL_VIDEODRIVER": "dummy"}
     command += ["-k", "not (screen_size and Ant)"]  # without a display, its renderer ends the process
     plugin = ["-p", "gymnasium_swap"] if swap else []
     done = subprocess.run(
-        [*command, *plugin],
-        cwd=CHECKOUT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1_100,
+        [*command, *plugin], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=1_100
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     cases = ElementTree.parse(report).findall(".//testcase")

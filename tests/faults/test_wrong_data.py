@@ -103,10 +103,7 @@ class OutsideEnv(gymnasium.Env):
     """Its nested observation is in its space, but for one leaf of env 1 where `value` is put."""
 
     observation_space = spaces.Dict(
-        {
-            "pose": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3))),
-            "seen": spaces.MultiBinary(2),
-        }
+        {"pose": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3))), "seen": spaces.MultiBinary(2)}
     )
     action_space = spaces.Discrete(8)
 
@@ -201,10 +198,7 @@ MASKED = np.ma.array(7.0, mask=True)
         ({"obs": np.zeros(24)}, r"obs: expected shape \(2, 4, 3\), got \(24,\); give a value of the space"),
         ({"obs": None}, r"obs: expected float32, got None"),
         ({"obs": np.full((2, 4, 3), None)}, r"obs: expected float32, got None"),
-        (
-            {"obs": np.ma.zeros((2, 4, 3)) + np.ma.masked},
-            "obs: got a masked array; give each",
-        ),
+        ({"obs": np.ma.zeros((2, 4, 3)) + np.ma.masked}, "obs: got a masked array; give each"),
         ({"reward": MASKED}, "reward: got a masked array"),
         ({"reward": np.ma.masked}, "reward: got a masked array"),
         ({"score": MASKED}, r"info\['score'\]: got a masked array"),

@@ -182,10 +182,7 @@ def test_reset_options_never_wrap(make, no_jax_log, transport):
     def reset(handle, options):
         return jaxvec.reset(handle, options=options)
 
-    for call in (
-        reset,
-        lambda handle, options: jaxvec.step(handle, action, reset_options=options),
-    ):
+    for call in (reset, lambda handle, options: jaxvec.step(handle, action, reset_options=options)):
         for program in (call, jax.jit(call)):
             with raises(envs, ValueError, text):
                 program(handle, options)

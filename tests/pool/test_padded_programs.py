@@ -15,16 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from hypothesis import HealthCheck, given, settings
 from support.oracle import stack
-from support.padded import (
-    EchoEnv,
-    Graph,
-    Sequence,
-    any_space,
-    assert_equal,
-    model,
-    sizes,
-    zeros,
-)
+from support.padded import EchoEnv, Graph, Sequence, any_space, assert_equal, model, sizes, zeros
 
 import jaxvec
 from jaxvec.compat.gymnasium import SyncVectorEnv as JaxvecSyncVectorEnv

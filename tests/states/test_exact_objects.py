@@ -325,10 +325,7 @@ CASES: dict[str, Any] = {
         lambda env, n: increased(env.metadata, "played", n),
     ),
     "vars of a function": (
-        build(
-            function=lambda env: lambda n: n + env.count,
-            held=lambda env: vars(env.function),
-        ),
+        build(function=lambda env: lambda n: n + env.count, held=lambda env: vars(env.function)),
         lambda env, n: bumped(env.held, n) + 10 * env.function.x,
     ),
     "set of its owner": (
@@ -364,10 +361,7 @@ CASES: dict[str, Any] = {
             + 10 * (Base.x.__set__(env.thing, Base.x.__get__(env.thing) + n) or Base.x.__get__(env.thing))
         ),
     ),
-    "slots of an iterator": (
-        build(thing=lambda env: Listed()),
-        lambda env, n: added(env.thing, "one", n),
-    ),
+    "slots of an iterator": (build(thing=lambda env: Listed()), lambda env, n: added(env.thing, "one", n)),
     "slot that a stub answers for": (build(thing=lambda env: Stub()), set_or_delete),
     "data with slots": (
         build(thing=lambda env: Slots([0])),
@@ -442,8 +436,7 @@ CASES: dict[str, Any] = {
     ),
     "two functions of one name and line": (
         build(
-            held=lambda env: None,
-            both=lambda env: [(lambda n, x=[1]: n + x[0]), (lambda n, x=[2]: n * x[0])],
+            held=lambda env: None, both=lambda env: [(lambda n, x=[1]: n + x[0]), (lambda n, x=[2]: n * x[0])]
         ),
         lambda env, n: setattr(env, "held", env.both[n % 2]) or env.held(n),
     ),
@@ -474,10 +467,7 @@ CASES: dict[str, Any] = {
         build(call=lambda env: with_defaults()),
         lambda env, n: setattr(env.call, "__defaults__", (env.call.__defaults__[0] + n,)) or env.call(n),
     ),
-    "method of a closure": (
-        build(method=method_of_closure),
-        lambda env, n: env.method(n),
-    ),
+    "method of a closure": (build(method=method_of_closure), lambda env, n: env.method(n)),
     "partial": (
         build(call=lambda env: functools.partial(doubled, more=1), held=lambda env: env.call.keywords),
         lambda env, n: bumped(env.held, n, "more") + env.call(n),

@@ -22,12 +22,7 @@ def board(num_envs, num_workers):
     """Returns the marks and slices of a pool."""
     spaces = EnvSpaces(gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2), None)
     spec = make_spec(
-        spaces,
-        num_envs=num_envs,
-        autoreset=Autoreset.DISABLED,
-        final_obs=False,
-        declared={},
-        policy=as_jax,
+        spaces, num_envs=num_envs, autoreset=Autoreset.DISABLED, final_obs=False, declared={}, policy=as_jax
     )
     layout = segment.make_layout(spec, num_workers)
     return Marks.of(segment.private_segment(layout)), segment.split_evenly(spec.num_envs, num_workers)

@@ -31,10 +31,8 @@ class Advised(Backend):
 
 class AdvisedLauncher(Launcher):
     def __init__(self, backend, recipe):
-        self.backend, self.local = (
-            backend,
-            LocalLauncher(recipe),
-        )
+        self.backend = backend
+        self.local = LocalLauncher(recipe)
 
     def launch(self, worker):
         process, channel = self.local.launch(worker)

@@ -56,10 +56,7 @@ MISSING = {
     "pettingzoo": ("import jaxvec.adapters.pettingzoo", "pettingzoo"),
     "brax": ("import jaxvec.compat.brax", "brax"),
     "ale_py": ("import jaxvec; jaxvec.make('ale_py:ALE/Pong-v5', 2)", "ale-py"),
-    "minigrid": (
-        "import jaxvec; jaxvec.make('minigrid:MiniGrid-Empty-5x5-v0', 2)",
-        "minigrid",
-    ),
+    "minigrid": ("import jaxvec; jaxvec.make('minigrid:MiniGrid-Empty-5x5-v0', 2)", "minigrid"),
 }
 
 

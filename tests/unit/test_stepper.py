@@ -150,13 +150,7 @@ def make_slice(
     )
     arrays = segment.private_segment(make_layout(spec, 2))
     env_slice = EnvSlice(
-        envs,
-        [],
-        first=FIRST,
-        worker=1,
-        spec=spec,
-        arrays=arrays,
-        config=config or PoolConfig(),
+        envs, [], first=FIRST, worker=1, spec=spec, arrays=arrays, config=config or PoolConfig()
     )
     return env_slice, arrays
 
