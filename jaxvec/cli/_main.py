@@ -15,7 +15,7 @@ import os
 import pickle
 import platform
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -36,7 +36,7 @@ from jaxvec._workers import fork, lifeline, process, stacks
 from jaxvec.adapters import recording
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import UsageError, _bench, _check, _top
-from jaxvec.cli._target import add_target_arguments, find_target, lacks_package, load
+from jaxvec.cli._target import find_target, lacks_package, load
 
 FINE = 0
 FAILED = 1
@@ -62,6 +62,11 @@ class Outcome:
     code: int = FINE
 
 
+def _argument(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Returns the arguments of a call of `ArgumentParser.add_argument`."""
+    return names, settings
+
+
 @dataclass(frozen=True)
 class Command:
     """A subcommand. `run` may raise `UsageError`, or the typed error of an env."""
@@ -70,8 +75,35 @@ class Command:
     summary: str
     details: str
     run: Callable[[Namespace], Outcome]
-    add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
+    arguments: Sequence[tuple[tuple[str, ...], dict[str, Any]]] = ()
     json: Mapping[str, Any] = field(default_factory=lambda: {"action": "store_true", "help": _JSON})
+
+
+# Arguments of the commands with one env; `find_target` reads them.
+_TARGET = (
+    _argument(
+        "env",
+        metavar="ENV",
+        help='a Gymnasium id ("CartPole-v1", "ALE/Pong-v5", "module:Env-v0"), or "package.module:callable"',
+    ),
+    _argument(
+        "--kwargs",
+        metavar="JSON",
+        default="{}",
+        help="JSON object of keyword arguments for the env's constructor",
+    ),
+    _argument(
+        "--reset-options",
+        metavar="JSON",
+        default="{}",
+        help="JSON object of options for each reset of the env",
+    ),
+    _argument(
+        "--mask-info",
+        metavar="KEY",
+        help="key of the mask of legal actions in the info or the observation; default action_mask",
+    ),
+)
 
 
 # --- doctor ----------------------------------------------------------------------------------------------
@@ -194,23 +226,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _add_bench_arguments(parser: ArgumentParser) -> None:
-    add_target_arguments(parser)
-    numbers: dict[str, Any] = {"type": _numbers, "metavar": "N,N,…"}
-    parser.add_argument("--num-envs", **numbers, help="pool sizes; default 16,64,256, fewer for slow envs")
-    parser.add_argument("--num-workers", **numbers, help="worker counts; default up to the usable cores")
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=0.2,
-        metavar="S",
-        help="length of each measurement in seconds, default 0.2; a run has about 100 measurements",
-    )
-    parser.add_argument(
-        "--transport", choices=get_args(Transport), default="auto", help="how programs reach the pool"
-    )
-
-
 _BENCH = Command(
     name="bench",
     summary="benchmark an env, alone and in pools, and recommend num_envs and num_workers",
@@ -226,7 +241,31 @@ examples:
   jaxvec bench ALE/Pong-v5 --kwargs '{"frameskip": 4}' --num-envs 16,64
   jaxvec bench my_package.envs:make_env --num-workers 1,2
   jaxvec bench CartPole-v1 --num-envs 8 --num-workers 1 --seconds 0.02 --json""",
-    add_arguments=_add_bench_arguments,
+    arguments=(
+        *_TARGET,
+        _argument(
+            "--num-envs",
+            type=_numbers,
+            metavar="N,N,…",
+            help="pool sizes; default 16,64,256, fewer for slow envs",
+        ),
+        _argument(
+            "--num-workers",
+            type=_numbers,
+            metavar="N,N,…",
+            help="worker counts; default up to the usable cores",
+        ),
+        _argument(
+            "--seconds",
+            type=_seconds,
+            default=0.2,
+            metavar="S",
+            help="length of each measurement in seconds, default 0.2; a run has about 100 measurements",
+        ),
+        _argument(
+            "--transport", choices=get_args(Transport), default="auto", help="how programs reach the pool"
+        ),
+    ),
     run=_run_bench,
 )
 
@@ -266,7 +305,7 @@ examples:
   jaxvec check CartPole-v1
   jaxvec check my_package.envs:make_env --kwargs '{"size": 5}'
   jaxvec check Pendulum-v1 --json""",
-    add_arguments=add_target_arguments,
+    arguments=_TARGET,
     run=_run_check,
 )
 
@@ -307,24 +346,6 @@ def _definition(name: str, text: str | None) -> str:
     return f"import {module}; {name} = {module}.{rest}" if module else f"{name} = {text!r}"
 
 
-def _add_compare_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("port", metavar="PORT", help="a Port or an env of a library, as package.module:name")
-    parser.add_argument("original", metavar="ORIGINAL", help="a Gymnasium id, or package.module:callable")
-    for name in ("--set-state", "--get-state"):
-        parser.add_argument(name, metavar="MODULE:NAME", help="function, as for jaxvec.ports.compare_port")
-    parser.add_argument("--free-running", action="store_true", help="set states only when an episode starts")
-    for name, default in {"num-envs": 64, "num-steps": 1000, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
-    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="accepted error, default 0")
-    parser.add_argument(
-        "--ignore",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="accepted difference or gap; may be repeated",
-    )
-
-
 _COMPARE = Command(
     name="compare",
     summary="compare a JAX port of an env with its Python original",
@@ -338,8 +359,25 @@ difference. The attributes of jaxvec.ports.Comparison describe the other fields.
 
 example:
 jaxvec compare my_port:port my_envs:Env --set-state my_port:set_state --json out.json""",
+    arguments=(
+        _argument("port", metavar="PORT", help="a Port or an env of a library, as package.module:name"),
+        _argument("original", metavar="ORIGINAL", help="a Gymnasium id, or package.module:callable"),
+        _argument("--set-state", metavar="MODULE:NAME", help="function, as for jaxvec.ports.compare_port"),
+        _argument("--get-state", metavar="MODULE:NAME", help="function, as for jaxvec.ports.compare_port"),
+        _argument("--free-running", action="store_true", help="set states only when an episode starts"),
+        _argument("--num-envs", type=int, default=64, metavar="N", help="default 64"),
+        _argument("--num-steps", type=int, default=1000, metavar="N", help="default 1000"),
+        _argument("--seed", type=int, default=0, metavar="N", help="default 0"),
+        _argument("--tolerance", type=float, default=0.0, metavar="X", help="accepted error, default 0"),
+        _argument(
+            "--ignore",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="accepted difference or gap; may be repeated",
+        ),
+    ),
     run=_run_compare,
-    add_arguments=_add_compare_arguments,
     json={"metavar": "FILE", "nargs": "?", "const": True, "type": Path, "help": f"{_JSON}, or write it"},
 )
 
@@ -364,13 +402,6 @@ def _run_new(options: Namespace) -> Outcome:
     return Outcome({"schema": "jaxvec.new/1", "file": str(options.file)}, f"wrote {options.file}")
 
 
-def _add_new_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "program", metavar="PROGRAM", choices=_PROGRAMS, help="one of: " + ", ".join(_PROGRAMS)
-    )
-    parser.add_argument("file", metavar="FILE", type=Path, help="file to write, such as my_ppo.py")
-
-
 _NEW = Command(
     name="new",
     summary="write a copy of an example program, to change it",
@@ -382,7 +413,10 @@ The copy is one file, whose first lines say how to run it. It needs jaxvec and t
 
 examples:
   jaxvec new ppo my_ppo.py""",
-    add_arguments=_add_new_arguments,
+    arguments=(
+        _argument("program", metavar="PROGRAM", choices=_PROGRAMS, help="one of: " + ", ".join(_PROGRAMS)),
+        _argument("file", metavar="FILE", type=Path, help="file to write, such as my_ppo.py"),
+    ),
     run=_run_new,
 )
 
@@ -394,18 +428,6 @@ def _run_top(options: Namespace) -> Outcome:
     workers = _top.look(options.pid)
     record = {"schema": "jaxvec.top/1", "pid": options.pid, "workers": workers}
     return Outcome(record, _top.table(workers) if options.once else _top.live(options.pid, options.seconds))
-
-
-def _add_top_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("pid", type=int, metavar="PID", help="process id of the program that made the pools")
-    parser.add_argument("--once", action="store_true", help="print one table, and exit")
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=2.0,
-        metavar="S",
-        help="time between two tables in seconds, default 2",
-    )
 
 
 _TOP = Command(
@@ -420,7 +442,17 @@ processes share counts 1/n. Ctrl-C ends the command.
 
 examples:
   jaxvec top 4711 --once""",
-    add_arguments=_add_top_arguments,
+    arguments=(
+        _argument("pid", type=int, metavar="PID", help="process id of the program that made the pools"),
+        _argument("--once", action="store_true", help="print one table, and exit"),
+        _argument(
+            "--seconds",
+            type=_seconds,
+            default=2.0,
+            metavar="S",
+            help="time between two tables in seconds, default 2",
+        ),
+    ),
     run=_run_top,
 )
 
@@ -449,11 +481,6 @@ def _run_stack(options: Namespace) -> Outcome:
     return Outcome(record, text, FINE if all(row["stack"] for row in stacks_found) else FAILED)
 
 
-def _add_stack_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("pid", type=int, metavar="PID", help="process id of the program, or of a worker")
-    parser.add_argument("--env", type=int, metavar="N", help="only the worker of this env")
-
-
 _STACK = Command(
     name="stack",
     summary="show where the workers of a running program are in their code",
@@ -466,7 +493,10 @@ index, its first and last "envs", and a "stack".
 
 example:
   jaxvec stack 4711 --env 17""",
-    add_arguments=_add_stack_arguments,
+    arguments=(
+        _argument("pid", type=int, metavar="PID", help="process id of the program, or of a worker"),
+        _argument("--env", type=int, metavar="N", help="only the worker of this env"),
+    ),
     run=_run_stack,
 )
 
@@ -501,13 +531,6 @@ def _list_records(folder: Path) -> Outcome:
     return Outcome(record, "\n".join(lines) or f"{folder} has no records of faults.")
 
 
-def _add_replay_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "file", metavar="FILE", help="a record of RecordFaults, or its folder, to list the records"
-    )
-    parser.add_argument("--pdb", action="store_true", help="open pdb at the fault, or before the last step")
-
-
 _REPLAY = Command(
     name="replay",
     summary="make an episode that ended in a fault again, in this process",
@@ -516,7 +539,12 @@ The exit code is 0 if the env repeats the fault, and 1 if it does not. jaxvec.ad
 makes the records. A record is a pickle, which can run any code: replay only records that you trust.
 
 --json prints {"schema": "jaxvec.replay/1", "file": TEXT, "repeated": BOOL, "report": [TEXT]}.""",
-    add_arguments=_add_replay_arguments,
+    arguments=(
+        _argument(
+            "file", metavar="FILE", help="a record of RecordFaults, or its folder, to list the records"
+        ),
+        _argument("--pdb", action="store_true", help="open pdb at the fault, or before the last step"),
+    ),
     run=_run_replay,
 )
 
@@ -577,8 +605,8 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(command=command)
-        command.add_arguments(sub)
-        sub.add_argument("--json", **command.json)
+        for names, settings in (*command.arguments, _argument("--json", **command.json)):
+            sub.add_argument(*names, **settings)
     return parser
 
 

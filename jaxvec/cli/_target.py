@@ -7,7 +7,7 @@ import inspect
 import json
 import operator
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -59,31 +59,6 @@ class Target:
             return f"envs = jaxvec.make({json.dumps(self.env)}, {arguments})"
         module, _, name = self.name.rpartition(":")
         return f"import {module}; envs = jaxvec.make({module}.{name}, {arguments})"
-
-
-def add_target_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "env",
-        metavar="ENV",
-        help='a Gymnasium id ("CartPole-v1", "ALE/Pong-v5", "module:Env-v0"), or "package.module:callable"',
-    )
-    parser.add_argument(
-        "--kwargs",
-        metavar="JSON",
-        default="{}",
-        help="JSON object of keyword arguments for the env's constructor",
-    )
-    parser.add_argument(
-        "--reset-options",
-        metavar="JSON",
-        default="{}",
-        help="JSON object of options for each reset of the env",
-    )
-    parser.add_argument(
-        "--mask-info",
-        metavar="KEY",
-        help="key of the mask of legal actions in the info or the observation; default action_mask",
-    )
 
 
 def find_target(options: Namespace) -> Target:
