@@ -545,6 +545,15 @@ def format_path(path: KeyPath) -> str:
     return str(head) + "".join(f"[{key!r}]" for key in tail)
 
 
+def full_box(shape: Sequence[int], dtype: Any) -> spaces.Box:
+    """Returns the space of all arrays of a shape and dtype."""
+    dtype = np.dtype(dtype)
+    bounds: tuple[Any, Any] = (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)
+    if dtype.kind in "iu":
+        bounds = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return spaces.Box(*bounds, shape, dtype)
+
+
 def _check_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: KeyPath) -> None:
     """Rejects `Discrete` and `MultiDiscrete` spaces with elements that would overflow the stored dtype."""
     match space:

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
+from jaxvec._leaves import full_box
 from jaxvec._ports.comparison import Comparison, Mode, SpaceResult
 from jaxvec._ports.distributions import Distributions, compare_distributions, compare_resets
-from jaxvec._ports.original import GetState, Original, SetState, constructor, space_like
+from jaxvec._ports.original import GetState, Original, SetState, constructor
 from jaxvec._ports.pools import compare_pools
 from jaxvec._ports.port import Port, as_port, by_path, check_port, shape_of
 from jaxvec._ports.port_spaces import NOT_DECLARED, compare_spaces
@@ -290,5 +291,5 @@ def _original(
     """Returns the functions that select what workers get of a state, and that make their env."""
     sent = partial(sent_state, select_state, bool(set_state or get_state))
     shapes = shape_of(lambda key: sent(port.reset(key)[0]))
-    space = spaces.Dict({path: space_like(shape.shape, shape.dtype) for path, shape in shapes.items()})
+    space = spaces.Dict({path: full_box(shape.shape, shape.dtype) for path, shape in shapes.items()})
     return sent, partial(Original, constructor(original), set_state, get_state, space, each_step=each_step)

@@ -15,6 +15,8 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers import Autoreset, TimeLimit
 
+from jaxvec._envs.envs import layers_of
+
 SetState = Callable[[Any, Any], object]
 GetState = Callable[[Any], Mapping[str, Any]]
 
@@ -66,11 +68,10 @@ class Original(gymnasium.Env[Any, Any]):
         self._ended = True
         if get_state is not None:
             self._env.reset(seed=0)
-        state_spaces = {path: state_space[path] for path in self._read_state()}
         flag = spaces.Box(0, 1, (), np.bool_)  # pyright: ignore[reportCallIssue, reportArgumentType]
         first: dict[str, spaces.Space[Any]] = {
             "obs": self._env.observation_space,
-            "state": spaces.Dict(state_spaces),
+            "state": spaces.Dict({path: state_space[path] for path in self._read_state()}),
         }
         self.observation_space: spaces.Space[Any] = spaces.Dict(
             {**first, "terminated": flag, "truncated": flag, "reset": spaces.Dict(first)}
@@ -186,9 +187,7 @@ def is_bounded(space: Any) -> bool:
 
 def _find_wrapper(env: Any, wrapper: type) -> Any:
     """Returns the outermost wrapper of a class; `None` without."""
-    while isinstance(env, gymnasium.Wrapper) and not isinstance(env, wrapper):
-        env = env.env
-    return env if isinstance(env, wrapper) else None
+    return next((layer for layer in layers_of(env) if isinstance(layer, wrapper)), None)
 
 
 def constructor(original: Any) -> Callable[[], Any]:
@@ -200,11 +199,3 @@ def constructor(original: Any) -> Callable[[], Any]:
             f"original must be a Gymnasium id, an EnvSpec or a function that makes an env, not {original!r}"
         )
     return original
-
-
-def space_like(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
-    """Returns the space of all arrays of a shape and dtype."""
-    dtype = np.dtype(dtype)
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
-    low, high = (limits.min, limits.max) if limits else (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)
-    return spaces.Box(low, high, shape, dtype.type)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -11,7 +11,7 @@ from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._leaves import KeyPath, format_path
+from jaxvec._leaves import KeyPath, format_path, full_box
 from jaxvec.adapters._adapter import Adapter
 from jaxvec.adapters._packages import optional_imports
 
@@ -46,7 +46,7 @@ def to_space(spec: Any, root: KeyPath) -> spaces.Space[Any]:
             low, high = (np.broadcast_to(bound, spec.shape) for bound in (spec.minimum, spec.maximum))
             return spaces.Box(low, high, spec.shape, spec.dtype)
         case specs.Array():
-            return spaces.Box(*_limits(spec.dtype), spec.shape, spec.dtype)
+            return full_box(spec.shape, spec.dtype)
         case Mapping():
             # A list of pairs, because `Dict` would sort the keys of a dict.
             return spaces.Dict([(key, to_space(child, (*root, key))) for key, child in spec.items()])
@@ -78,12 +78,6 @@ def _as_array(spec: specs.Array, value: Any) -> Any:
         return value
     array = np.asarray(value)
     return array.astype(spec.dtype) if np.can_cast(array.dtype, spec.dtype, "same_kind") else array
-
-
-def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    if dtype.kind == "f":
-        return -np.inf, np.inf
-    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
 # --- the env ---------------------------------------------------------------------------------------------
