@@ -151,7 +151,6 @@ def compare_port(
             num_envs=num_envs,
             num_steps=num_steps,
             tolerances=by_prefix,
-            drifts=mode == "free_running" and any(by_prefix.values()),
             infos=tuple(info or ()),
         )
         check_port(port, program.policy)
@@ -175,7 +174,11 @@ def compare_port(
             "step returns obs of a reset at ends", own["autoreset"] or NOT_DECLARED, False
         )
     properties["transitions"] = SpaceResult(
-        "not repeated", "equal from a state" if is_repeatable else _NOT_REPEATABLE, is_repeatable
+        "not repeated",
+        "equal from a state"
+        if is_repeatable
+        else "other results after another reset: random, or set_state leaves a part",
+        is_repeatable,
     )
     limit = own["time limit"] or port.max_episode_steps or 0
     longest = int(steps["time"].max())
@@ -265,8 +268,13 @@ def replay(
         now, results = port_step(step_key, now, jax.tree.map(jnp.asarray, chosen))
         theirs, reward, _, _, info = env.step(jax.tree.map(lambda leaf: np.asarray(leaf)[()], asked))
         obs = results["obs"]
-        done = theirs["terminated"] or theirs["truncated"]
-        sides = {**results, "state": sent(now)}, {**theirs, "reward": reward, "done": done, "info": info}
+        original_results = {
+            **theirs,
+            "reward": reward,
+            "done": theirs["terminated"] or theirs["truncated"],
+            "info": info,
+        }
+        sides = {**results, "state": sent(now)}, original_results
     env.close()
     return by_path(sides[0]), by_path(sides[1])
 
@@ -277,7 +285,6 @@ _NEEDS_SET_STATE = (
     "mode='free_running', whose episodes start from the original's own resets"
 )
 _MIN_RESETS = 16  # number of samples with which two-sample tests can find a difference
-_NOT_REPEATABLE = "other results after another reset: random, or set_state leaves a part"
 
 
 def _check(valid: bool, text: str) -> None:

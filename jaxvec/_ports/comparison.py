@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, final
 
 import numpy as np
 
@@ -90,13 +90,15 @@ class SampleResult:
         return f"p {self.p_value:.2g} in {self.tests} tests, least in element {self.element}: {means}"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The differences by name, and what was tested: the base of the results of all comparisons."""
 
     seed: int
     coverage: Mapping[str, str]
-    records: Any  # results by name
-    heading: Any  # what was played
+    # Subclasses say what these are.
+    records = property()  # results by name
+    heading = property()  # what was played
 
     @property
     def differences(self) -> list[str]:
@@ -155,14 +157,14 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as plain objects of Python, for JSON. NaN and infinities are texts."""
         text = json.dumps(
-            {"differences": self.differences, "untested": self.untested, **asdict(cast(Any, self))},
+            {"differences": self.differences, "untested": self.untested, **asdict(self)},
             default=lambda value: np.asarray(value).tolist(),
         )
         return json.loads(text, parse_constant=str)
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison(Verdict):
     """The differences between a port and its original. Printing it shows a table.
 
@@ -200,13 +202,11 @@ class Comparison(Verdict):
 
     mode: Mode
     set_to_states: bool
-    seed: int
     num_envs: int
     num_steps: int
     spaces: Mapping[str, SpaceResult]
     leaves: Mapping[str, LeafResult]
     resets: Mapping[str, SampleResult]
-    coverage: Mapping[str, str]
     episodes: int
     parted: int
     parted_after: float
@@ -257,14 +257,13 @@ class Comparison(Verdict):
             "action": _code(case.action),
         }
         texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        lines = [
-            f"# {path} in {case}",
-            "import jax, jaxvec",
-            "from numpy import *  # the names in the arrays below",
-            f"results = jaxvec.ports.replay(port, original, {texts})",
-            f"for side in results: print(side[{path!r}])",
-        ]
-        return "\n".join(lines)
+        return (
+            f"# {path} in {case}\n"
+            "import jax, jaxvec\n"
+            "from numpy import *  # the names in the arrays below\n"
+            f"results = jaxvec.ports.replay(port, original, {texts})\n"
+            f"for side in results: print(side[{path!r}])"
+        )
 
 
 _MAX_TEXT = 500  # characters of a part of an error message

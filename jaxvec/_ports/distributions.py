@@ -14,19 +14,18 @@ from scipy import special
 
 from jaxvec._ports.comparison import SampleResult, SpaceResult, Verdict
 from jaxvec._ports.original import constructor
-from jaxvec._ports.port import advance, as_port, by_path, check_port, is_done, like
+from jaxvec._ports.port import FLAGS, advance, as_port, by_path, check_port, is_done, like
 from jaxvec._ports.program import random_action, select
 from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
 
-_FLAGS = ("terminated", "truncated")
 _MAX_CONDITIONS = 32  # elements of a condition; an element with as many values or fewer has a group for each
 _GROUPS = 4  # of samples in which a condition has similar values, if it has more values
 _RESET_ALPHA = 1e-4  # probability that equal resets are reported as different
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Distributions(Verdict):
     """The result of `compare_distributions`. Printing it shows a table.
 
@@ -53,8 +52,6 @@ class Distributions(Verdict):
 
     samples: Mapping[str, SampleResult]
     mismatches: Mapping[str, SpaceResult]
-    coverage: Mapping[str, str]
-    seed: int
     num_episodes: int
     alpha: float
     threshold: float
@@ -139,7 +136,7 @@ def compare_distributions(
 
     def step_original(handle: Any, action: Any, key: jax.Array) -> Any:
         handle, timestep = step(handle, action)
-        return handle, {name: getattr(timestep, name) for name in ("obs", "reward", *_FLAGS)}
+        return handle, {name: getattr(timestep, name) for name in ("obs", "reward", *FLAGS)}
 
     sides = (begin_port, step_port), (begin_original, step_original)
     with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
@@ -165,7 +162,7 @@ def compare_distributions(
         if name.startswith("first action")
     ]
     # A port may say only `done`.
-    undeclared = [name for name in _FLAGS if name not in results]
+    undeclared = [name for name in FLAGS if name not in results]
     for name in [name for name in {**port_samples, **original_samples} if name not in undeclared]:
         pair = [side.get(name) for side in (port_samples, original_samples)]
         shapes = ["none" if values is None else str(values.shape[1:]) for values in pair]
@@ -173,9 +170,17 @@ def compare_distributions(
             mismatches[f"shape of {name}"] = SpaceResult(*shapes, equal=False)
         else:
             samples[name] = compare_samples(*pair, conditions=[] if name.startswith("first") else actions)
-    coverage = {name: "" if original_samples[name].any() else "always 0" for name in ("return", *_FLAGS)}
+    coverage = {name: "" if original_samples[name].any() else "always 0" for name in ("return", *FLAGS)}
     samples, threshold = with_thresholds(samples, alpha)
-    return Distributions(samples, mismatches, coverage, seed, rounds * num_envs, alpha, threshold)
+    return Distributions(
+        samples=samples,
+        mismatches=mismatches,
+        coverage=coverage,
+        seed=seed,
+        num_episodes=rounds * num_envs,
+        alpha=alpha,
+        threshold=threshold,
+    )
 
 
 def _favouring(space: Any, key: jax.Array, obs: Any, episode: jax.Array) -> Any:
@@ -205,7 +210,7 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
             "obs": results["obs"],
             "return": old["return"] + results["reward"],
             "length": old["length"] + 1,
-            **{name: results.get(name, is_done(results)) for name in _FLAGS},
+            **{name: results.get(name, is_done(results)) for name in FLAGS},
         }
         for at in probes:  # an episode that ends before keeps its last observation
             name = f"obs after {at} steps"
@@ -218,7 +223,7 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
         return live.any() & (number <= max_steps)
 
     zeros = jnp.zeros(num_envs, jnp.float32)
-    new = {"obs": first, "return": zeros, "length": zeros, **dict.fromkeys(_FLAGS, zeros > 0)}
+    new = {"obs": first, "return": zeros, "length": zeros, **dict.fromkeys(FLAGS, zeros > 0)}
     new |= {f"obs after {at} steps": first for at in probes}
     *_, last = jax.lax.while_loop(unfinished, body, (env, jnp.int32(1), zeros == 0, new))
     last.pop("obs")

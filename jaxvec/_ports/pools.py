@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxvec._ports.program import by_path, errors_of, random_action
+from jaxvec._ports.port import FLAGS, by_path
+from jaxvec._ports.program import errors_of, random_action
 from jaxvec.callbacks._functions import reset, step
 
 
@@ -46,20 +48,19 @@ def compare_pools(port: Any, original: Any, *, num_steps: int = 1000, seed: int 
     """
 
     def body(sides: Any, key: jax.Array) -> tuple[Any, Any]:
-        errors = _compare(*(timestep for _, timestep in sides))
+        results = [
+            by_path({name: getattr(timestep, name) for name in ("obs", "reward", *FLAGS)})
+            for _, timestep in sides
+        ]
+        shapes = [jax.tree.map(jnp.shape, leaves) for leaves in results]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the port's results have the shapes {shapes[0]}, and the original's {shapes[1]}"
+            )
         keys = jax.random.split(key, original.num_envs)
         action = jax.vmap(partial(random_action, original.single_action_space))(keys)
-        return tuple(step(handle, action) for handle, _ in sides), errors
+        return tuple(step(handle, action) for handle, _ in sides), jax.tree.map(errors_of, *results)
 
     sides = reset(port, seed=seed), reset(original, seed=seed)
     keys = jax.random.split(jax.random.key(seed), num_steps)
     return jax.device_get(jax.jit(partial(jax.lax.scan, body))(sides, keys)[1])
-
-
-def _compare(*timesteps: Any) -> dict[str, jax.Array]:
-    names = "obs", "reward", "terminated", "truncated"
-    port, original = (by_path({name: getattr(side, name) for name in names}) for side in timesteps)
-    shapes = [{path: leaf.shape for path, leaf in results.items()} for results in (port, original)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"the port's results have the shapes {shapes[0]}, and the original's {shapes[1]}")
-    return jax.tree.map(errors_of, port, original)

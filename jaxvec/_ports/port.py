@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from gymnasium import spaces
 
+FLAGS = ("terminated", "truncated")
+
 
 @final
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def as_port(env: Any, params: Any = None) -> Port:
         return _of_states(
             env.reset,
             lambda _, *args: env._step(*args),
-            _navix_results,
+            lambda state: (state.observation, state.reward, state.is_termination(), state.is_truncation()),
             env.observation_space,
             env.action_space,
             env.max_steps,
@@ -105,7 +107,7 @@ def as_port(env: Any, params: Any = None) -> Port:
         return _of_states(
             env.init,
             lambda key, *args: env.step(*args, key),
-            _pgx_results,
+            lambda state: (state.observation, state.rewards[0], state.terminated, state.truncated),
             None,
             spaces.Discrete(int(env.num_actions)),
             None,
@@ -128,8 +130,14 @@ def _gymnax(env: Any, params: Any) -> Port:
         truncated = env.is_truncated(state, params)
         return state, {"obs": obs, "reward": reward, "terminated": done, "truncated": truncated}
 
-    limit = getattr(params, "max_steps_in_episode", None)
-    return Port(reset, step, env.observation_space(params), env.action_space(params), limit, "SAME_STEP")
+    return Port(
+        reset,
+        step,
+        env.observation_space(params),
+        env.action_space(params),
+        max_episode_steps=getattr(params, "max_steps_in_episode", None),
+        autoreset="SAME_STEP",
+    )
 
 
 def _of_states(reset: Any, step: Any, results_of: Callable[[Any], tuple[Any, ...]], *declared: Any) -> Port:
@@ -141,13 +149,9 @@ def _of_states(reset: Any, step: Any, results_of: Callable[[Any], tuple[Any, ...
 
     def port_step(key: Any, state: Any, action: Any) -> Any:
         state = step(key, state, action)
-        return state, dict(zip(("obs", "reward", "terminated", "truncated"), results_of(state), strict=True))
+        return state, dict(zip(("obs", "reward", *FLAGS), results_of(state), strict=True))
 
     return Port(port_reset, port_step, *declared)
-
-
-def _navix_results(state: Any) -> tuple[Any, ...]:
-    return state.observation, state.reward, state.is_termination(), state.is_truncation()
 
 
 def _brax_results(state: Any) -> tuple[Any, ...]:
@@ -160,10 +164,6 @@ def _jumanji_results(pair: Any) -> tuple[Any, ...]:
     _, after = pair
     goes_on = after.discount > 0
     return after.observation, after.reward, after.last() & ~goes_on, after.last() & goes_on
-
-
-def _pgx_results(state: Any) -> tuple[Any, ...]:
-    return state.observation, state.rewards[0], state.terminated, state.truncated
 
 
 _FORM = (

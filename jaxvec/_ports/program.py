@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from jaxvec._ports.comparison import Case, LeafResult, SpaceResult
 from jaxvec._ports.original import is_bounded
-from jaxvec._ports.port import Port, advance, by_path, dtype_name, is_done, is_key, like
+from jaxvec._ports.port import FLAGS, Port, advance, by_path, dtype_name, is_done, is_key, like
 from jaxvec.callbacks._functions import reset, step
 
 
@@ -32,7 +32,6 @@ class Program:
     num_envs: int
     num_steps: int
     tolerances: Mapping[str, float]
-    drifts: bool  # whether rounding errors may add up: a copy with such errors then shows how far
     infos: tuple[str, ...]
     # Differences of the structure, shapes and dtypes of results, found while tracing.
     mismatches: dict[str, SpaceResult] = field(default_factory=dict)
@@ -78,7 +77,8 @@ class Program:
         action = jax.vmap(self.policy)(keys[:, 0], playing["obs"], playing["state"])
         after, results = advance(self.port, keys[:, 1], playing["state"], action)
         going = {**playing, "state": after, "obs": results["obs"], "time": playing["time"] + 1}
-        if self.drifts:
+        # Rounding errors may add up. Those of a twin tell the drift of a correct port from a fault.
+        if not self.each_step and any(self.tolerances.values()):
             twin, twin_results = advance(self.port, keys[:, 1], playing["twin"], action)
             errors = jax.tree.map(errors_of, twin_results["obs"], results["obs"])
             going["drift"] = jnp.stack([playing["drift"], *jax.tree.leaves(errors)]).max(0)
@@ -94,9 +94,15 @@ class Program:
 
     def results_of(self, timestep: Any) -> dict[str, Any]:
         """Returns the original's results by path, named as those of the port."""
-        results = {**timestep.obs, "reward": timestep.reward, "reset": {}}
-        results["done"] = results["terminated"] | results["truncated"]
-        return by_path({**results, "info": {name: timestep.info[name] for name in self.infos}})
+        return by_path(
+            {
+                **timestep.obs,
+                "reset": {},
+                "reward": timestep.reward,
+                "done": timestep.obs["terminated"] | timestep.obs["truncated"],
+                "info": {name: timestep.info[name] for name in self.infos},
+            }
+        )
 
     def shared_paths(self, port: Any, original: Any) -> list[str]:
         """Returns the paths to compare, and records the others, and other shapes or dtypes."""
@@ -109,7 +115,7 @@ class Program:
                 "dtype of": [dtype_name(leaf) for leaf in sides],
             }
             # The original may declare only a part of infos and states.
-            optional = path.split("/")[0] in (("info", "state") if path in port else _ENDS)
+            optional = path.split("/")[0] in (("info", "state") if path in port else (*FLAGS, "done"))
             for name, pair in texts.items():
                 if len({*pair}) == 2 and not (name == "result" and optional):
                     self.mismatches[f"{name} {path}"] = SpaceResult(*pair, equal=False)
@@ -208,7 +214,6 @@ class Program:
 
 _NEVER = np.iinfo(np.int32).max
 _MAX_RESETS = 1024  # number of resets whose observations and states are compared
-_ENDS = ("terminated", "truncated", "done")
 _ROUNDING = 2.0**-23  # relative error in each step: the least one of float32
 _MAX_GROWTH = 16  # error of a correct port, in those of its copy with rounding errors
 _MAX_DRIFT = 1e-4  # error of this copy at which an episode ends
