@@ -266,12 +266,12 @@ def replay(
         chosen = action if each_step else policy(policy_key, obs, now)
         asked = {"action": chosen, "step": number, "seed": seed_of(key), "state": sent(now)}
         now, results = port_step(step_key, now, jax.tree.map(jnp.asarray, chosen))
-        theirs, reward, _, _, info = env.step(jax.tree.map(lambda leaf: np.asarray(leaf)[()], asked))
+        observed, reward, _, _, info = env.step(jax.tree.map(lambda leaf: np.asarray(leaf)[()], asked))
         obs = results["obs"]
         original_results = {
-            **theirs,
+            **observed,
             "reward": reward,
-            "done": theirs["terminated"] or theirs["truncated"],
+            "done": observed["terminated"] or observed["truncated"],
             "info": info,
         }
         sides = {**results, "state": sent(now)}, original_results
@@ -296,7 +296,7 @@ def _original(
     port: Port, original: Any, set_state: Any, get_state: Any, select_state: Any, each_step: bool
 ) -> tuple[Any, Any]:
     """Returns the functions that select what workers get of a state, and that make their env."""
-    sent = partial(sent_state, select_state, bool(set_state or get_state))
+    sent: Any = partial(sent_state, select_state) if set_state or get_state else lambda _: {}
     shapes = shape_of(lambda key: sent(port.reset(key)[0]))
     space = spaces.Dict({path: full_box(shape.shape, shape.dtype) for path, shape in shapes.items()})
     return sent, partial(Original, constructor(original), set_state, get_state, space, each_step=each_step)

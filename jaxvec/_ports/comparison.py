@@ -122,8 +122,11 @@ class Verdict:
                 earliest and the largest difference of each leaf.
             ValueError: A name is unknown.
         """
-        known = {*self.records, *self.coverage}
-        for argument, names, words in (("ignore", ignore, known), ("require", require, {*self.coverage})):
+        arguments = (
+            ("ignore", ignore, {*self.records, *self.coverage}),
+            ("require", require, {*self.coverage}),
+        )
+        for argument, names, words in arguments:
             # A leaf also has differences such as "shape of obs".
             unknown = [name for name in names if not {name, name.split(" ")[-1]} & words]
             if isinstance(names, str) or unknown:
@@ -132,13 +135,12 @@ class Verdict:
                         :_MAX_TEXT
                     ]
                 )
-        names, gaps = (
-            [name for name in names if name not in ignore] for names in (self.differences, self.untested)
-        )
+        different = [name for name in self.differences if name not in ignore]
+        gaps = [name for name in self.untested if name not in ignore]
         untested = f"not tested: {', '.join(f'{name} ({self.untested[name]})' for name in gaps) or 'nothing'}"
-        if names:
-            start = f"the port differs from its original in {', '.join(names)}"[:_MAX_TEXT]
-            lines = [f"{name}: {self.records[name]}"[:_MAX_TEXT] for name in names[:4]]
+        if different:
+            start = f"the port differs from its original in {', '.join(different)}"[:_MAX_TEXT]
+            lines = [f"{name}: {self.records[name]}"[:_MAX_TEXT] for name in different[:4]]
             raise AssertionError("\n".join([start, f"seed {self.seed}; {untested}"[:_MAX_TEXT], *lines]))
         if {*require} & {*gaps}:
             raise AssertionError(f"no difference was found, but {untested}"[:_MAX_TEXT])

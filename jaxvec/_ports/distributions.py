@@ -140,8 +140,11 @@ def compare_distributions(
 
     sides = (begin_port, step_port), (begin_original, step_original)
     with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
-        random = partial(_favouring, envs.single_action_space)
-        act = random if policy is None else lambda key, obs, _: policy(key, obs)
+        act = (
+            partial(_favouring, envs.single_action_space)
+            if policy is None
+            else lambda key, obs, _: policy(key, obs)
+        )
         results = check_port(port, lambda key, obs, _: act(key, obs, key))
 
         play = jax.jit(

@@ -13,11 +13,11 @@ from jaxvec._ports.comparison import SpaceResult
 NOT_DECLARED = "not declared"
 
 
-def compare_spaces(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, SpaceResult]:
+def compare_spaces(port: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, SpaceResult]:
     """Compares spaces by name, and further properties, which are numbers, texts or `None`."""
     rows: dict[str, SpaceResult] = {}
-    for name, space in theirs.items():
-        parts = [_describe(ours[name]), _describe(space)]
+    for name, space in original.items():
+        parts = [_describe(port[name]), _describe(space)]
         for part in parts[1] | parts[0] or [""]:
             texts = [described.get(part, NOT_DECLARED) for described in parts]
             # Gymnasium leaves autoreset to vector envs, and an original may count its steps by itself.
@@ -39,17 +39,16 @@ def _describe(space: Any) -> dict[str, str]:
     if hasattr(space, "n") and not space.shape:
         start = int(getattr(space, "start", 0))
         return {"values": f"{start} to {start + int(space.n) - 1}"}
-    low, high = (getattr(space, name, getattr(space, of_navix, None)) for name, of_navix in _BOUNDS)
+    low = getattr(space, "low", getattr(space, "minimum", None))  # the latter is Navix's name
+    high = getattr(space, "high", getattr(space, "maximum", None))
     if low is None or high is None:
         return {}
     dtype = as_jax(np.dtype(space.dtype))
-    low, high = (_bound(value, space.shape, dtype) for value in (low, high))
+    low = _bound(low, space.shape, dtype)
+    high = _bound(high, space.shape, dtype)
     if not space.shape and dtype.kind in "iu":
         return {"values": f"{low} to {high}"}
     return {"shape": str(tuple(space.shape)), "dtype": dtype.name, "low": low, "high": high}
-
-
-_BOUNDS = ("low", "minimum"), ("high", "maximum")
 
 
 def _bound(value: Any, shape: tuple[int, ...], dtype: Any) -> str:

@@ -195,7 +195,8 @@ class Program:
     def result(self, path: str, cases: Any, steps: Any) -> LeafResult:
         """Returns the record of a leaf."""
         different = steps["different"][path]
-        worst, earliest = Case(**cases["worst"]), Case(**cases["earliest"])
+        worst = Case(**cases["worst"])
+        earliest = Case(**cases["earliest"])
         counted = path == "reward" or (path in steps["flags"] and worst.original.dtype == np.bool_)
         return LeafResult(
             equal=not different.any(),
@@ -235,10 +236,8 @@ def restored(old: Any, leaves: Mapping[str, Any]) -> Any:
     return jax.tree.map(lambda a, b: jax.random.wrap_key_data(b) if is_key(a) else jnp.asarray(b), old, tree)
 
 
-def sent_state(select_state: Callable[[Any], Any] | None, used: bool, state: Any) -> dict[str, Any]:
-    """Returns the arrays of the state that the workers get; none without `set_state`."""
-    if not used:
-        return {}
+def sent_state(select_state: Callable[[Any], Any] | None, state: Any) -> dict[str, Any]:
+    """Returns the arrays of the state that the workers get, by path."""
     selected = by_path(state if select_state is None else select_state(state))
     return {path or "state": leaf for path, leaf in selected.items()}
 
