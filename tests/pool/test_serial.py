@@ -19,6 +19,7 @@ from gymnasium import spaces
 from support import probe
 from support.disasters import PATIENCE
 from support.probe import _ffi, _native
+from support.scripts import read_line
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -344,10 +345,10 @@ def test_a_hang_of_an_env_that_calls_jax_ends(dispatch, limit, error):
     """Its computations and the program's queued ones wait for each other."""
     words = [sys.executable, "-c", HANGING, dispatch, str(limit)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stdout.readline() == "stepping\n"
-        assert 'use backend="process"' in program.stderr.readline()
+        assert read_line(program.stdout) == "stepping\n"
+        assert 'use backend="process"' in read_line(program.stderr)
         if limit > 2:
-            program.stderr.readline()
+            read_line(program.stderr)
             program.send_signal(signal.SIGINT)
         _, err = program.communicate(timeout=PATIENCE)
     assert error in err

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from support.disasters import PATIENCE, Way
@@ -89,9 +89,17 @@ def run_python(*words: object, **options: Any) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, *map(str, words)], **options)
 
 
+def read_line(stream: IO[str]) -> str:
+    """Reads a line and nothing beyond it: `communicate` would lose what `readline` reads ahead."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(stream.fileno(), 1)):
+        line += byte
+    return line.decode()
+
+
 def read_pids(script: subprocess.Popen[str]) -> list[int]:
     """Waits for the script's pool, and returns the pids of its two workers."""
-    line = script.stdout.readline()
+    line = read_line(script.stdout)
     pids = [int(word) for word in line.split()]
     assert len(pids) == 2, line + script.stderr.read()
     return pids
