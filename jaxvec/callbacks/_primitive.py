@@ -88,11 +88,15 @@ def _run_eagerly(*operands: jax.Array, call: Call) -> list[jax.Array]:
     # The results are copies without another reference, so jax may alias them.
     with jax.profiler.TraceAnnotation(f"{call.verb.function} (eager)"):
         results = jax.device_put(call.read(answer(call, pool, arrays)))
-    if call.verb is Verb.RESET and next(iter(results[0].devices())).platform == "gpu":
+    if call.verb is Verb.RESET and _on_gpu(results[0]):
         # Programs on the GPU will follow. Page-locking inside a program can deadlock with another GPU that
         # waits for this one at a collective, so it is done now.
         pool.pin()
     return results
+
+
+def _on_gpu(array: jax.Array) -> bool:
+    return next(iter(array.devices())).platform == "gpu"
 
 
 @_call_p.def_effectful_abstract_eval

@@ -140,7 +140,8 @@ class Gpu:
         n = self.envs.num_envs
         token = np.zeros((n, 3), np.uint32)
         token[:, 0], token[:, 1] = pool_of(self.envs).id, np.arange(n)
-        seeds = (seed + np.arange(n)).astype("<i8").view("<u4").reshape(n, 2)
+        seeds = np.zeros((n, 6), np.uint32)
+        seeds[:, 0] = seed + np.arange(n)
         extra = cloudpickle.dumps((None, False))  # no options, no mask
         return self.call(Verb.RESET, [token, seeds, np.ones(n, np.bool_)], fresh=True, extra=extra)
 
