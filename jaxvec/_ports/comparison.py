@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
@@ -91,14 +92,21 @@ class SampleResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(ABC):
     """The differences by name, and what was tested: the base of the results of all comparisons."""
 
     seed: int
     coverage: Mapping[str, str]
-    # Subclasses say what these are.
-    records = property()  # results by name
-    heading = property()  # what was played
+
+    @property
+    @abstractmethod
+    def records(self) -> Mapping[str, Any]:
+        """Results by name."""
+
+    @property
+    @abstractmethod
+    def heading(self) -> str:
+        """What was played."""
 
     @property
     def differences(self) -> list[str]:
