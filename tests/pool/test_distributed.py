@@ -130,7 +130,7 @@ def test_a_signal_ends_all_processes_and_a_resumed_run_is_equal(name, start, tmp
     whole, err = (process := start(*options, "whole")).communicate(timeout=200)
     assert process.returncode == 0, err
     process = start(*options, "half")
-    while "steps/s" not in (line := process.stderr.readline()):
+    while "mean return" not in (line := process.stderr.readline()):  # after the first update
         assert line
     process.send_signal(signal.Signals[name])
     out, err = process.communicate(timeout=200)
