@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 ModuleValues: TypeAlias = dict[str, dict[str, "str | int"]]
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_REGISTRY = "gymnasium.registry['"  # starts the name of an entry, which ends after the id
 _MAX_TEXT = 200  # characters of a value that is compared
 _NO_CONSTANTS = (ast.Call, ast.Await, ast.Lambda, ast.NamedExpr, ast.comprehension)
 _CONSTANTS = {"__builtins__": {}, "math": math, "np": np, "numpy": np}
@@ -69,15 +70,16 @@ def read_values(env: Any) -> ModuleValues:
     names = {base.__module__ for layer in layers for base in type(layer).__mro__} | _own_modules()
     names = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
     if isinstance(spec := declared(layers[-1], "spec"), EnvSpec):
-        names.add(f"gymnasium.registry[{spec.id!r}]")
-    return {name: _read_values_of(name) for name in (names & _owners().keys()) - {"__main__", "__mp_main__"}}
+        names.add(f"{_REGISTRY}{spec.id}']")
+    names -= {"__main__", "__mp_main__"}
+    return {name: _read_values_of(name) for name in names if _find_owner(name) is not None}
 
 
-def _owners() -> dict[str, Any]:
-    """Returns the modules of this process, and the entries of Gymnasium's registry, by name."""
-    return sys.modules | {
-        f"gymnasium.registry[{env_id!r}]": spec for env_id, spec in gymnasium.registry.items()
-    }
+def _find_owner(name: str) -> Any:
+    """Returns a module of this process, or an entry of Gymnasium's registry; `None` without."""
+    if name.startswith(_REGISTRY):
+        return gymnasium.registry.get(name[len(_REGISTRY) : -2])
+    return sys.modules.get(name)
 
 
 @cache
@@ -89,8 +91,8 @@ def _own_modules() -> set[str]:
 
 @cache  # for all envs of the worker
 def _read_values_of(name: str) -> dict[str, str | int]:
-    values = {place: value for place, value in _values(_owners()[name]) if value is not None}
-    if name in _own_modules() or name.startswith("gymnasium.registry["):
+    values = {place: value for place, value in _values(_find_owner(name)) if value is not None}
+    if name in _own_modules() or name.startswith(_REGISTRY):
         return values
     # A library may fill its lists and dicts at any time.
     return {place: value for place, value in values.items() if str(value)[0] not in "[{"}
@@ -104,7 +106,7 @@ def describe_changes(values_of_workers: ModuleValues) -> str | None:
     """
     changes: list[str] = []
     for name, values in values_of_workers.items():
-        if (owner := _owners().get(name)) is None:
+        if (owner := _find_owner(name)) is None:
             continue
         here = dict(_values(owner))
         differing = {place: value for place, value in values.items() if here.get(place, value) != value}
