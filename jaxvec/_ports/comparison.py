@@ -106,7 +106,7 @@ class Verdict(ABC):
     @property
     @abstractmethod
     def heading(self) -> str:
-        """What was played."""
+        """Summary of what was played."""
 
     @property
     def differences(self) -> list[str]:
@@ -115,7 +115,7 @@ class Verdict(ABC):
 
     @property
     def untested(self) -> dict[str, str]:
-        """What was not tested, as names and reasons."""
+        """Names of what was not tested, with the reasons."""
         return {name: reason for name, reason in self.coverage.items() if reason}
 
     def assert_equal(self, *, ignore: Collection[str] = (), require: Collection[str] = ()) -> None:
@@ -230,7 +230,7 @@ class Comparison(Verdict):
 
     @property
     def heading(self) -> str:
-        """What was played."""
+        """Summary of what was played."""
         when = "before each step" if self.mode == "one_step" else "when an episode starts"
         own = "not set to states of the port: each episode starts from its own reset"
         start = f"set to the port's state {when}" if self.set_to_states else own

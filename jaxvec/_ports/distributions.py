@@ -63,7 +63,7 @@ class Distributions(Verdict):
 
     @property
     def heading(self) -> str:
-        """What was played."""
+        """Summary of what was played."""
         return f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
 
 

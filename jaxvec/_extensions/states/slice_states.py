@@ -195,7 +195,8 @@ class SliceStates(SliceExtension):
         if missing:
             return LostStates(missing)
         packed: list[bytes] = []
-        for state in map(self._table.states.__getitem__, numbers):
+        for number in numbers:
+            state = self._table.states[number]
             with EnvErrorContext(state.slot, "export"):
                 packed.append(pack(state))
                 index = state.slot - self._first
