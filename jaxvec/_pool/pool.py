@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._arguments import NO_SEED, Options, check_options, expand_options, merge_options
+from jaxvec._arguments import Options, check_options, expand_options, merge_options
 from jaxvec._engine.engine import Engine, EngineConfig, MoveResult, PendingEnvs, Status
 from jaxvec._engine.move import Caller, Move, Verb, merge
 from jaxvec._envs.env_access import SlotAccess
@@ -200,7 +200,7 @@ class Pool:
         self,
         move: Move,
         *,
-        seeds: NDArray[Any] | None,
+        seeds: NDArray[Any],
         mask: NDArray[Any] | None,
         options: Any,
         deliver: Deliver = copies,
@@ -208,7 +208,7 @@ class Pool:
         """Resets envs. In a first-ready pool, it returns the batch of a `recv`.
 
         Args:
-            seeds: Words of the seeds `[n, SEED_WORDS]`, see `expand_seeds`; `None` for no seeds.
+            seeds: Words of the seeds `[n, SEED_WORDS]`, see `expand_seeds`.
             mask: Array `[n]` bool, True for the envs to reset, which must not be pending. `None` resets all
                 envs, and drops the results of pending ones.
             options: Options for the envs' `reset`, see `expand_options`, or `check_options` if they are
@@ -231,7 +231,7 @@ class Pool:
             return self.views.read(move.slots, deliver)
 
     def reset_async(
-        self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
+        self, move: Move, *, seeds: NDArray[Any], mask: NDArray[Any] | None, options: Any
     ) -> None:
         """Starts a reset of envs, which are pending until `recv` returns them; see `reset`."""
         options, declared = self._parse_options(options, move.slots)
@@ -387,7 +387,7 @@ class Pool:
         self,
         active: ActiveMove,
         chosen: NDArray[Any],
-        seeds: NDArray[Any] | None,
+        seeds: NDArray[Any],
         options: Options,
         declared: Rows,
         *,
@@ -398,7 +398,7 @@ class Pool:
         self.engine.wait_for_copies()
         slots = active.move.slots
         idle = ~self.pending_envs.in_flight[slots]  # the workers of pending envs may still read their seeds
-        self.views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
+        self.views.seeds[slots[idle]] = seeds[idle]
         if declared:
             is_chosen = np.isin(slots, chosen)  # the workers of pending envs may be reading the others
             self.views.write_options(slots[is_chosen], [rows[is_chosen] for rows in declared])
