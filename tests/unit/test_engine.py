@@ -225,9 +225,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(by_handle=st.booleans())
     def reset(self, by_handle):
         slots = list(range(self.num_envs))
-        found = self.pool.reset(
-            self.all(Verb.RESET, by_handle), seeds=expand_seeds(None, self.num_envs), mask=None, options=None
-        )
+        seeds = expand_seeds(None, self.num_envs)
+        found = self.pool.reset(self.all(Verb.RESET, by_handle), seeds=seeds, mask=None, options=None)
         self.sent = []
         self.moved(slots, [-1] * self.num_envs)
         self.counts += 1
@@ -254,9 +253,8 @@ class EngineMachine(RuleBasedStateMachine):
     def reset_some(self, data):
         slots = data.draw(st.lists(st.integers(0, self.num_envs - 1), min_size=1, unique=True))
         mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))))
-        found = self.pool.reset(
-            self.handle(Verb.RESET, slots), seeds=expand_seeds(None, len(slots)), mask=mask, options=None
-        )
+        seeds = expand_seeds(None, len(slots))
+        found = self.pool.reset(self.handle(Verb.RESET, slots), seeds=seeds, mask=mask, options=None)
         chosen = [slot for slot, resets in zip(slots, mask, strict=True) if resets]
         self.moved(chosen, [-1] * len(chosen))
         self.counts[slots] += 1
@@ -376,13 +374,8 @@ class EngineMachine(RuleBasedStateMachine):
         elif receives and in_all < self.batch_size:
             error = f"as recv does, but with the {len(slots)} of mask only {in_all} would be pending"
         reset = self.pool.reset if receives else self.pool.reset_async
-        reset = partial(
-            reset,
-            self.all(Verb.RESET, by_handle),
-            seeds=expand_seeds(None, self.num_envs),
-            mask=mask,
-            options=None,
-        )
+        seeds = expand_seeds(None, self.num_envs)
+        reset = partial(reset, self.all(Verb.RESET, by_handle), seeds=seeds, mask=mask, options=None)
         if error is not None:
             with pytest.raises(jaxvec.PendingEnvError, match=error):
                 reset()
