@@ -78,7 +78,10 @@ def describe_exit(ended: bool, exitcode: int | None) -> tuple[int | None, str]:
     if not ended:
         return None, "closed its control socket"  # still alive; the supervisor kills it
     if exitcode is None:
-        return None, "ended with an unknown exit code, since the fork server had ended before"
+        return (
+            None,
+            "ended with an unknown exit code, since the fork server had ended before or did not answer",
+        )
     if exitcode >= 0:
         return exitcode, f"exited with code {exitcode}"
     name = signal.Signals(-exitcode).name

@@ -44,7 +44,7 @@ _STARTUP_VARIABLES = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_"),
 )
-_ANSWER_TIMEOUT = 1.0  # seconds for an answer that needs no work of the server
+_ANSWER_TIMEOUT = 5.0  # seconds for an answer that needs no work of the server, beside busy programs
 _MAX_IDLE = 2  # servers without a pool that are kept for the next pools
 
 
