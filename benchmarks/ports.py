@@ -129,30 +129,14 @@ def _set_space_invaders(env: Any, state: Any) -> None:
     game.terminal = bool(state["terminal"])
 
 
-def _seaquest() -> Port:
-    """Returns gymnax's Seaquest, with the key of the next step in its state."""
-    port = _gymnax("Seaquest-MinAtar")()
-
-    def reset(key: Any) -> Any:
-        game, obs = port.reset(key)
-        return {"game": game, "key": jax.random.key_data(key)}, obs
-
-    def step(key: Any, state: Any, action: Any) -> Any:
-        game, results = port.step(jax.random.wrap_key_data(state["key"]), state["game"], action)
-        return {"game": game, "key": jax.random.key_data(key)}, results
-
-    return Port(reset, step, port.observation_space, port.action_space, port.max_episode_steps)
-
-
-def _seaquest_state(state: Any) -> Any:
-    """Returns the game, and what gymnax's next step draws for a new enemy and a new diver."""
-    enemy_key, diver_key = jax.random.split(jax.random.wrap_key_data(state["key"]))
+def _seaquest_draws(key: Any) -> Any:
+    """Returns what a step of gymnax's Seaquest draws for a new enemy and a new diver."""
+    enemy_key, diver_key = jax.random.split(key)
     kind_key, row_key = jax.random.split(enemy_key)
     kind, row = jax.random.uniform(kind_key, (2,)), jax.random.randint(row_key, (), 1, 9)
     side_key, diver_row_key = jax.random.split(diver_key)
     side, diver_row = jax.random.bernoulli(side_key), jax.random.randint(diver_row_key, (), 1, 9)
-    draws = {"enemy": jnp.array([*kind, row]), "diver": jnp.array([1.0 - side, diver_row])}
-    return vars(state["game"]) | draws
+    return {"enemy": jnp.array([*kind, row]), "diver": jnp.array([1.0 - side, diver_row])}
 
 
 class _Draws:
@@ -178,15 +162,15 @@ def _set_seaquest(env: Any, state: Any) -> None:
     counts = {"f_bullets": "f_bullet_count", "e_bullets": "e_bullet_count", "divers": "divers_count"}
     for name, count in (counts | {"e_fish": "e_fish_count", "e_subs": "e_subs_count"}).items():
         setattr(game, name, state[name][: int(state[count])].tolist())
-    enemy = state["enemy"].tolist() if game.e_spawn_timer == 0 else []
-    game.random = _Draws([*enemy, *state["diver"].tolist()])
+    enemy = state["draws/enemy"].tolist() if game.e_spawn_timer == 0 else []
+    game.random = _Draws([*enemy, *state["draws/diver"].tolist()])
 
 
 def _dive(key: Any, obs: Any, state: Any) -> Any:
     """Plays at random, but rarely moves up without a diver, which ends the episode at the surface."""
     action_key, up_key = jax.random.split(key)
     action, up = jax.random.randint(action_key, (), 0, 6), jax.random.bernoulli(up_key, 0.1)
-    return jnp.where((action == 2) & (state["game"].diver_count < 1) & ~up, 4, action)
+    return jnp.where((action == 2) & (state.diver_count < 1) & ~up, 4, action)
 
 
 # --- MiniGrid: the whole grid, with rows and columns exchanged as in Navix ------------------------------
@@ -502,9 +486,9 @@ PAIRS = [
     Pair(
         "MinAtar Seaquest",
         ("gymnax", "minatar"),
-        _seaquest,
+        _gymnax("Seaquest-MinAtar"),
         _minatar("seaquest"),
-        {"set_state": _set_seaquest, "select_state": _seaquest_state, "policy": _dive},
+        {"set_state": _set_seaquest, "draws": _seaquest_draws, "policy": _dive},
     ),
     Pair(
         "Tic-tac-toe",
