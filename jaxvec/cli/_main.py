@@ -316,10 +316,14 @@ examples:
 def _run_compare(options: Namespace) -> Outcome:
     from jaxvec import ports  # which imports JAX
 
-    names = {name: getattr(options, name) for name in ("port", "original", "set_state", "get_state")}
+    names = {
+        name: text
+        for name in ("port", "original", *_FUNCTIONS)
+        if (text := getattr(options, name)) is not None
+    }
     try:
         result = ports.compare_port(
-            **{name: text and load(text) for name, text in names.items()},
+            **{name: load(text) for name, text in names.items()},
             mode="free_running" if options.free_running or options.set_state is None else "one_step",
             num_envs=options.num_envs,
             num_steps=options.num_steps,
@@ -332,38 +336,49 @@ def _run_compare(options: Namespace) -> Outcome:
         raise UsageError(str(error)) from error
     different = {*result.differences} - {*options.ignore}
     code = FAILED if different else NOT_TESTED if {*result.untested} - {*options.ignore} else FINE
-    start = "\n".join(_definition(name, text) for name, text in {**names, "policy": None}.items())
+    start = "\n".join(_definition(name, text) for name, text in names.items())
     replays = {path: f"{start}\n{result.replay(path)}" for path in result.leaves if path in different}
     record = {"schema": "jaxvec.compare/1", "exit_code": code, **result.to_dict(), "replays": replays}
     if isinstance(options.json, Path):
         options.json.write_text(json.dumps(record, indent=2))
+    if options.replay is not None and replays:
+        options.replay.write_text(f"{next(iter(replays.values()))}\n")
     return Outcome(record, str(result), code)
 
 
-def _definition(name: str, text: str | None) -> str:
+def _definition(name: str, text: str) -> str:
     """Returns Python that gives `name` to what an argument says."""
-    module, _, rest = (text or "").rpartition(":")
+    module, _, rest = text.rpartition(":")
     return f"import {module}; {name} = {module}.{rest}" if module else f"{name} = {text!r}"
 
+
+_FUNCTIONS = ("set_state", "get_state", "select_state", "draws", "actions", "observe", "policy")
 
 _COMPARE = Command(
     name="compare",
     summary="compare a JAX port of an env with its Python original",
     details="""\
 The command plays both sides with equal random actions (jaxvec.ports.compare_port). Without --set-state,
-episodes start from the resets of the original.
+episodes start from the resets of the original. --replay writes a program that repeats the largest error of
+the first difference.
 
 --json prints {"schema": "jaxvec.compare/1", "exit_code": CODE, "differences": [NAME], "untested": {NAME:
-TEXT}, "replays": {NAME: PYTHON}, …}, or writes it to FILE. A replay is a program that repeats the largest
-difference. The attributes of jaxvec.ports.Comparison describe the other fields.
+TEXT}, "replays": {NAME: PYTHON}, …}, or writes it to FILE. The attributes of jaxvec.ports.Comparison
+describe the other fields.
 
 example:
 jaxvec compare my_port:port my_envs:Env --set-state my_port:set_state --json out.json""",
     arguments=(
         _argument("port", metavar="PORT", help="a Port or an env of a library, as package.module:name"),
         _argument("original", metavar="ORIGINAL", help="a Gymnasium id, or package.module:callable"),
-        _argument("--set-state", metavar="MODULE:NAME", help="function, as for jaxvec.ports.compare_port"),
-        _argument("--get-state", metavar="MODULE:NAME", help="function, as for jaxvec.ports.compare_port"),
+        *(
+            _argument(
+                f"--{name.replace('_', '-')}",
+                metavar="MODULE:NAME",
+                help="function, as for jaxvec.ports.compare_port",
+            )
+            for name in _FUNCTIONS
+        ),
         _argument("--free-running", action="store_true", help="set states only when an episode starts"),
         _argument("--num-envs", type=int, default=64, metavar="N", help="default 64"),
         _argument("--num-steps", type=int, default=1000, metavar="N", help="default 1000"),
@@ -376,6 +391,7 @@ jaxvec compare my_port:port my_envs:Env --set-state my_port:set_state --json out
             default=[],
             help="accepted difference or gap; may be repeated",
         ),
+        _argument("--replay", type=Path, metavar="FILE", help="write a program that repeats the first one"),
     ),
     run=_run_compare,
     json={"metavar": "FILE", "nargs": "?", "const": True, "type": Path, "help": f"{_JSON}, or write it"},
