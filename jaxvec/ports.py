@@ -1,6 +1,6 @@
 """Compares a JAX env with the Python env of which it is a port, inside one compiled program.
 
-port's state --select_state, set_state--> original's state
+port's state ---- select_state, set_state --> original's state  (_ports/program.py)
      |                                         |
      port.step(key, state, action)             env.step(action), in the workers (_ports/original.py)
      |                                         |
@@ -9,34 +9,22 @@ port's state --select_state, set_state--> original's state
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from gymnasium import spaces
 
-from jaxvec._leaves import full_box
 from jaxvec._ports.comparison import Comparison, Mode, SpaceResult
 from jaxvec._ports.distributions import Distributions, compare_distributions, compare_resets
-from jaxvec._ports.original import GetState, Original, SetState, constructor
-from jaxvec._ports.pools import compare_pools
-from jaxvec._ports.port import Port, as_port, by_path, check_port, shape_of
-from jaxvec._ports.port_spaces import NOT_DECLARED, compare_spaces
-from jaxvec._ports.program import (
-    Program,
-    find_unplayed,
-    is_of_reset,
-    random_action,
-    restored,
-    seed_of,
-    sent_state,
-    step_keys,
-)
+from jaxvec._ports.original import GetState, SetState
+from jaxvec._ports.port import FLAGS, Port, as_port, by_path, check_port
+from jaxvec._ports.port_spaces import NOT_DECLARED, compare_spaces, find_unplayed, random_action
+from jaxvec._ports.program import Adapter, Program, errors_of, is_of_reset
+from jaxvec._settings import check_choice, check_count
+from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
 
 __all__ = [
@@ -47,10 +35,7 @@ __all__ = [
     "compare_distributions",
     "compare_pools",
     "compare_port",
-    "replay",
 ]
-
-Policy = Callable[[jax.Array, Any, Any], Any]
 
 
 def compare_port(
@@ -60,13 +45,17 @@ def compare_port(
     set_state: SetState | None = None,
     get_state: GetState | None = None,
     select_state: Callable[[Any], Any] | None = None,
-    policy: Policy | None = None,
+    draws: Callable[[jax.Array], Any] | None = None,
+    actions: Callable[[Any], Any] | None = None,
+    observe: Callable[[Any], Any] | None = None,
+    policy: Callable[[jax.Array, Any, Any], Any] | None = None,
     mode: Mode = "one_step",
     num_envs: int = 64,
     num_steps: int = 1000,
     seed: int = 0,
     tolerances: float | Mapping[str, float] = 0.0,
     info: Mapping[str, Any] | None = None,
+    episode: Any = None,
     **options: Any,
 ) -> Comparison:
     """Steps a port and its original with equal actions, in one program, and compares all results.
@@ -82,6 +71,10 @@ def compare_port(
             Then states are compared after each step and each reset.
         select_state: Function that returns the part of the port's state that `set_state` and `get_state` use,
             as a pytree. By default, all of it.
+        draws: Function that returns the random numbers of a step of the port, of the step's key, as a pytree.
+            `set_state` gets them as `state["draws/..."]`, and can make the original use them.
+        actions: Function in JAX that returns the original's action for one of the port, if they differ.
+        observe: Function in JAX that returns an observation of the original in the form of the port's.
         policy: Function `(key, obs, state) -> action` of one env of the port. By default, actions are random.
         mode: `"one_step"` sets the original to the port's state before each step, so errors do not add up.
             `"free_running"` sets it only when an episode starts, or resets it with a seed if there is no
@@ -91,8 +84,11 @@ def compare_port(
         seed: Seed of the resets, actions and steps.
         tolerances: Largest accepted error, for all leaves, or by path: `{"obs": 1e-6, "reward": 0}`. A path
             includes the paths below it. Errors of floats are relative for values above 1. In free running,
-            an error may also be 16 times that of a copy of the port whose state is rounded in each step.
+            errors may also be those of a copy of the port with 16 times the rounding error of float32 in each
+            step, and flags may flip as in this copy.
         info: Declared infos to compare, as in `make`.
+        episode: Key of one episode, which all envs then play, `[2]` of uint32, such as
+            `result.leaves["reward"].worst.key`. By default, episodes have other keys.
         **options: Further options of `make`, such as `num_workers`.
 
     Returns:
@@ -128,41 +124,51 @@ def compare_port(
     """
     port = as_port(port)
     by_prefix = tolerances if isinstance(tolerances, Mapping) else {"": tolerances}
-    _check(mode in ("one_step", "free_running"), f"mode must be 'one_step' or 'free_running', not {mode!r}")
-    _check(mode == "free_running" or set_state is not None, _NEEDS_SET_STATE)
-    _check(
-        all(isinstance(number, Integral) and number > 0 for number in (num_envs, num_steps))
-        and num_envs * num_steps < 2**31,
-        f"{num_envs} envs of {num_steps} steps are too few, or too many to count: pass integers above 0 with "
-        "a product below 2**31",
-    )
-    _check(
-        all(isinstance(value, Real) and value >= 0 for value in by_prefix.values()),
-        f"tolerances must be numbers of at least 0, not {tolerances!r}",
-    )
-    sent, env_fn = _original(port, original, set_state, get_state, select_state, mode == "one_step")
-    with make(env_fn, num_envs, info=info, **options) as envs:
+    check_choice("mode", mode, ("one_step", "free_running"))
+    if mode == "one_step" and set_state is None:
+        raise ValueError(
+            "mode='one_step' sets the original to the port's state before each step, which needs set_state. "
+            "Pass set_state=lambda env, state: ..., or, if the original cannot be set to a state, "
+            "mode='free_running', whose episodes start from the original's own resets"
+        )
+    if check_count("num_envs", num_envs, 1) * check_count("num_steps", num_steps, 1) >= 2**31:
+        raise ValueError(
+            f"{num_envs} envs of {num_steps} steps are too many to count; the limit is 2**31 - 1"
+        )
+    if not all(isinstance(value, Real) and value >= 0 for value in by_prefix.values()):
+        raise ValueError(f"tolerances must be numbers of at least 0, not {tolerances!r}")
+    each_step = mode == "one_step"
+    adapter = Adapter(set_state, get_state, select_state, draws, actions, observe)
+    with make(adapter.env_fn(port, original, each_step=each_step), num_envs, info=info, **options) as envs:
         own, beyond = envs.call("describe", indices=[0])[0]
+        action_space = own["action space"] if actions is None else port.action_space
         program = Program(
             port=port,
-            policy=policy or partial(random_action, own["action space"], beyond=beyond),
-            sent=sent,
-            each_step=mode == "one_step",
+            policy=policy or partial(random_action, action_space, beyond=beyond),
+            adapter=adapter,
+            each_step=each_step,
             num_envs=num_envs,
             num_steps=num_steps,
             tolerances=by_prefix,
             infos=tuple(info or ()),
+            episode=episode,
         )
         check_port(port, program.policy)
-        compiled = jax.jit(partial(program, envs)).lower(seed).compile()
-        start = time.perf_counter()
-        cases, (port_resets, original_resets), steps = jax.device_get(compiled(seed))
-        seconds = time.perf_counter() - start
-        is_repeatable = all(envs.get_attr("is_repeatable"))
+        cases, (port_resets, original_resets), steps = jax.device_get(jax.jit(partial(program, envs))(seed))
+        is_repeatable = all(envs.call("is_repeatable"))
     leaves = {path: program.result(path, cases[path], steps) for path in cases}
     episodes = int((steps["time"] == 1).sum())
-    port_fields = port.observation_space, port.action_space, port.max_episode_steps, port.autoreset
-    properties = {**compare_spaces(dict(zip(own, port_fields, strict=True)), own), **program.mismatches}
+    declared = {
+        "observation space": port.observation_space if observe is None else None,
+        "action space": port.action_space if actions is None else None,
+        "time limit": port.max_episode_steps,
+        "autoreset": port.autoreset,
+    }
+    properties = {
+        **compare_spaces(declared, own),
+        **program.mismatches,
+        "transitions": SpaceResult("not repeated", _TRANSITIONS[is_repeatable], is_repeatable),
+    }
     observed = {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == "obs" and not leaf.equal}
     if observed and all(
         leaf.earliest is not None
@@ -173,26 +179,31 @@ def compare_port(
         properties["autoreset"] = SpaceResult(
             "step returns obs of a reset at ends", own["autoreset"] or NOT_DECLARED, False
         )
-    properties["transitions"] = SpaceResult(
-        "not repeated",
-        "equal from a state"
-        if is_repeatable
-        else "other results after another reset: random, or set_state leaves a part",
-        is_repeatable,
-    )
     limit = own["time limit"] or port.max_episode_steps or 0
     longest = int(steps["time"].max())
     coverage = {
         **{path: "" if any(leaf.ones) else "always 0" for path, leaf in leaves.items() if leaf.ones},
-        "actions": find_unplayed(own["action space"], steps["action"], beyond),
+        "actions": find_unplayed(action_space, steps["action"], beyond),
         "resets": "" if episodes >= _MIN_RESETS else f"only {episodes} episodes were started",
         "time limit": "" if longest >= limit else f"the longest episode has {longest} of {limit} steps",
         "reset options": "resets had none" if options.get("reset_options") else "",
     }
     parted_after = steps["time"][steps["parted"]]
+    mean_parted = float(parted_after.mean()) if parted_after.size else float("nan")
+    drifted = int(steps["drifted"].sum())
+    when = "before each step" if each_step else "when an episode starts"
     return Comparison(
+        heading=f"{num_envs * num_steps:,} steps ({num_envs} envs, seed {seed}), original set to states of "
+        f"the port {when if set_state else 'never: each episode starts from its own reset'}; "
+        f"{parted_after.size:,} of {episodes:,} episodes differ, after {mean_parted:.1f} steps on average; "
+        f"{drifted:,} drifted",
         mode=mode,
         set_to_states=set_state is not None,
+        arguments=[
+            name
+            for name, value in {**vars(adapter), "policy": policy, "info": info}.items()
+            if value is not None
+        ],
         seed=seed,
         num_envs=num_envs,
         num_steps=num_steps,
@@ -202,101 +213,66 @@ def compare_port(
         coverage=coverage,
         episodes=episodes,
         parted=parted_after.size,
-        parted_after=float(parted_after.mean()) if parted_after.size else float("nan"),
-        drifted=int(steps["drifted"].sum()),
-        seconds=seconds,
+        parted_after=mean_parted,
+        drifted=drifted,
     )
 
 
-def replay(
-    port: Any,
-    original: Any,
-    set_state: SetState | None = None,
-    policy: Policy | None = None,
-    *,
-    key: jax.Array,
-    step: int,
-    state: Mapping[str, Any] | None = None,
-    action: Any = None,
-    select_state: Callable[[Any], Any] | None = None,
-    get_state: GetState | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Repeats a step of a comparison in this process, as `Comparison.replay` writes it.
+def compare_pools(port: Any, original: Any, *, num_steps: int = 1000, seed: int = 0) -> dict[str, Any]:
+    """Steps two pools with equal seeds and actions, in one program, and returns the errors of all results.
+
+    This compares a port that is no JAX env, such as a batched env in C++. Actions are random. EnvPool's envs
+    ignore seeds of resets. A batched env as the *original* of a JAX env needs no pool: pass `compare_port` a
+    function that wraps one with one env as a `gymnasium.Env`, which adds and removes the first axis.
 
     Args:
-        port: The port, as for `compare_port`.
-        original: The original, as for `compare_port`.
-        set_state: As for `compare_port`.
-        policy: As for `compare_port`.
-        key: Key of the episode.
-        step: Number of the step in its episode, from 1.
-        state: The port's state before the step, as a dict from path to array. `None` plays the episode from
-            its reset.
-        action: Action of the step, if there is a state.
-        select_state: As for `compare_port`.
-        get_state: As for `compare_port`.
+        port: A pool that `make` returned.
+        original: A pool of the original, with as many envs and the same autoreset mode.
+        num_steps: Number of results of each env, with the reset.
+        seed: Seed of the first resets and of the actions.
 
     Returns:
-        The results of the port and of the original, as dicts from path to array.
+        Errors by path, such as `"reward"`: arrays `[num_steps, num_envs]` of float32, with 0 where both
+        results are equal. Row 0 has those of the reset. Errors of floats are relative for values above 1.
+        What follows the first difference of an env may be its consequence.
+
+    Raises:
+        ValueError: The results of the pools have different shapes.
 
     Example:
         ```python
-        def count(key, steps, action):
-            obs = jnp.array([1, steps + 1, steps + 1, action])
-            return steps + 1, {"obs": obs, "reward": steps + 1.0, "done": False}
+        from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
-        port = jaxvec.ports.Port(lambda key: (jnp.int32(0), jnp.zeros(4, int)), count)
-        sides = jaxvec.ports.replay(port, jaxvec.testing.CountingEnv, key=jax.random.key(0), step=2)
-        print(*(float(side["reward"]) for side in sides))  # 2.0 2.0
+        port = jaxvec.make(lambda: CartPoleVectorEnv(1), 2, envs_per_instance=1)
+        original = jaxvec.make("CartPole-v1", 2, autoreset_mode="NEXT_STEP")
+        errors = jaxvec.ports.compare_pools(port, original, num_steps=100)
+        print(max(float(error.max()) for error in errors.values()))  # 0.0
+        port.close()
+        original.close()
         ```
     """
-    port = as_port(port)
-    port_step = jax.jit(port.step)  # compiled, to be rounded more like the comparison
-    now, obs = jax.jit(port.reset)(jax.random.fold_in(key, 0))
-    each_step = state is not None
-    sent, env_fn = _original(port, original, set_state, get_state, select_state, each_step)
-    env = env_fn()
-    own, beyond = env.describe()
-    policy = policy or partial(random_action, own["action space"], beyond=beyond)
-    sides: tuple[Any, Any] = {}, {}
-    if state is not None:
-        now = restored(now, state)
-    for number in [step] if each_step else range(1, step + 1):
-        policy_key, step_key = step_keys(key, number)
-        chosen = action if each_step else policy(policy_key, obs, now)
-        asked = {"action": chosen, "step": number, "seed": seed_of(key), "state": sent(now)}
-        now, results = port_step(step_key, now, jax.tree.map(jnp.asarray, chosen))
-        observed, reward, _, _, info = env.step(jax.tree.map(lambda leaf: np.asarray(leaf)[()], asked))
-        obs = results["obs"]
-        original_results = {
-            **observed,
-            "reward": reward,
-            "done": observed["terminated"] or observed["truncated"],
-            "info": info,
-        }
-        sides = {**results, "state": sent(now)}, original_results
-    env.close()
-    return by_path(sides[0]), by_path(sides[1])
+
+    def body(sides: Any, key: jax.Array) -> tuple[Any, Any]:
+        results = [
+            by_path({name: getattr(timestep, name) for name in ("obs", "reward", *FLAGS)})
+            for _, timestep in sides
+        ]
+        shapes = [jax.tree.map(jnp.shape, leaves) for leaves in results]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the port's results have the shapes {shapes[0]}, and the original's {shapes[1]}"
+            )
+        keys = jax.random.split(key, original.num_envs)
+        action = jax.vmap(partial(random_action, original.single_action_space))(keys)
+        return tuple(step(handle, action) for handle, _ in sides), jax.tree.map(errors_of, *results)
+
+    sides = reset(port, seed=seed), reset(original, seed=seed)
+    keys = jax.random.split(jax.random.key(seed), num_steps)
+    return jax.device_get(jax.jit(partial(jax.lax.scan, body))(sides, keys)[1])
 
 
-_NEEDS_SET_STATE = (
-    "mode='one_step' sets the original to the port's state before each step, which needs set_state. "
-    "Pass set_state=lambda env, state: ..., or, if the original cannot be set to a state, "
-    "mode='free_running', whose episodes start from the original's own resets"
-)
 _MIN_RESETS = 16  # number of samples with which two-sample tests can find a difference
-
-
-def _check(valid: bool, text: str) -> None:
-    if not valid:
-        raise ValueError(text)
-
-
-def _original(
-    port: Port, original: Any, set_state: Any, get_state: Any, select_state: Any, each_step: bool
-) -> tuple[Any, Any]:
-    """Returns the functions that select what workers get of a state, and that make their env."""
-    sent: Any = partial(sent_state, select_state) if set_state or get_state else lambda _: {}
-    shapes = shape_of(lambda key: sent(port.reset(key)[0]))
-    space = spaces.Dict({path: full_box(shape.shape, shape.dtype) for path, shape in shapes.items()})
-    return sent, partial(Original, constructor(original), set_state, get_state, space, each_step=each_step)
+_TRANSITIONS = (
+    "other results after another reset: random, or set_state leaves a part",
+    "equal from a state",
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -55,10 +54,10 @@ class LeafResult:
     earliest: Case | None = None  # with the number `first_step`
 
     def __str__(self) -> str:
-        ends = ", only ends" if 0 < self.different == self.at_ends else ""
         counts = f"{self.unequal:,} of {self.compared:,} steps unequal, {self.different:,} by more than"
         parts = {"not 0 in": self.ones, "earliest:": self.earliest, "largest:": self.worst}
         texts = [f"{word} {part}" for word, part in parts.items() if part is not None]
+        ends = ", only ends" if 0 < self.different == self.at_ends else ""
         return "; ".join([f"{counts} {self.tolerance:g}{ends}", *texts])
 
 
@@ -95,6 +94,7 @@ class SampleResult:
 class Verdict(ABC):
     """The differences by name, and what was tested: the base of the results of all comparisons."""
 
+    heading: str
     seed: int
     coverage: Mapping[str, str]
 
@@ -102,11 +102,6 @@ class Verdict(ABC):
     @abstractmethod
     def records(self) -> Mapping[str, Any]:
         """Results by name."""
-
-    @property
-    @abstractmethod
-    def heading(self) -> str:
-        """Summary of what was played."""
 
     @property
     def differences(self) -> list[str]:
@@ -182,6 +177,8 @@ class Comparison(Verdict):
         mode: `"one_step"` or `"free_running"`.
         set_to_states: Whether the original was set to states of the port. Otherwise, its episodes start from
             its own resets, with seeds that derive from the port's keys.
+        arguments: Names of further arguments that were passed, such as `set_state`, for replays.
+        heading: Summary of what was played.
         seed: Seed of the comparison.
         num_envs: Number of envs.
         num_steps: Number of steps of each env.
@@ -194,7 +191,6 @@ class Comparison(Verdict):
         parted: Number of episodes with a difference.
         parted_after: Mean number of steps until the first difference of these episodes; NaN without any.
         drifted: Number of free-running episodes that ended since rounding errors had grown too large.
-        seconds: Time in s that the compiled program ran.
 
     Example:
         ```python
@@ -212,6 +208,7 @@ class Comparison(Verdict):
 
     mode: Mode
     set_to_states: bool
+    arguments: list[str]
     num_envs: int
     num_steps: int
     spaces: Mapping[str, SpaceResult]
@@ -221,30 +218,17 @@ class Comparison(Verdict):
     parted: int
     parted_after: float
     drifted: int
-    seconds: float
 
     @property
     def records(self) -> dict[str, Any]:
         """Results by name: leaves, resets and properties."""
         return {**self.leaves, **self.resets, **self.spaces}
 
-    @property
-    def heading(self) -> str:
-        """Summary of what was played."""
-        when = "before each step" if self.mode == "one_step" else "when an episode starts"
-        own = "not set to states of the port: each episode starts from its own reset"
-        start = f"set to the port's state {when}" if self.set_to_states else own
-        return (
-            f"{self.num_envs * self.num_steps:,} steps in {self.seconds:.3g} s ({self.num_envs} envs, seed "
-            f"{self.seed}), original {start}; {self.parted:,} of {self.episodes:,} episodes differ, after "
-            f"{self.parted_after:.1f} steps on average; {self.drifted:,} drifted"
-        )
-
     def replay(self, leaf: str | None = None) -> str:
-        """Returns a few lines of Python that show the largest error of a leaf on both sides.
+        """Returns a few lines of Python that play the episode with the largest error of a leaf again.
 
-        The lines use `port`, `original`, `set_state`, `policy` and, for states, `get_state`, as they were
-        passed to `compare_port`. Add `select_state`, if one was passed.
+        They print its values on both sides. They use `port`, `original` and the `arguments`, such as
+        `set_state`, by these names.
 
         Args:
             leaf: Path of the leaf; by default, the first one that differs.
@@ -257,29 +241,22 @@ class Comparison(Verdict):
         if path not in unequal:
             raise ValueError(f"{path or 'leaf'}: all values are equal, so there is nothing to replay")
         case: Any = self.leaves[path].worst
-        arguments = {
-            "key": f"jax.random.wrap_key_data({_code(case.key)})",
-            "step": case.step,
-            "set_state": "set_state" if self.set_to_states else "None",
-            "get_state": "get_state" if path.startswith("state") else "None",
-            "policy": "policy",
-            "state": _code(case.state if self.mode == "one_step" else None),
-            "action": _code(case.action),
+        options = {
+            "mode": self.mode,
+            "num_envs": self.num_envs,
+            "num_steps": int(case.step),
+            "tolerances": {path: leaf.tolerance for path, leaf in self.leaves.items() if leaf.tolerance},
+            "episode": case.key.tolist(),
         }
-        texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        texts = [f"{name}={name}" for name in self.arguments]
+        texts += [f"{name}={value!r}" for name, value in options.items()]
         return (
             f"# {path} in {case}\n"
-            "import jax, jaxvec\n"
-            "from numpy import *  # the names in the arrays below\n"
-            f"results = jaxvec.ports.replay(port, original, {texts})\n"
-            f"for side in results: print(side[{path!r}])"
+            "import jaxvec\n"
+            f"result = jaxvec.ports.compare_port(port, original, {', '.join(texts)})\n"
+            f"case = result.leaves[{path!r}].worst\n"
+            "print(case.port, case.original, sep='\\n')"
         )
 
 
 _MAX_TEXT = 500  # characters of a part of an error message
-
-
-def _code(value: Any) -> str:
-    """Returns an expression for arrays in dicts and tuples, with full precision."""
-    with np.printoptions(threshold=sys.maxsize, floatmode="unique"):
-        return repr(value)

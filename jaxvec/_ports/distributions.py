@@ -13,9 +13,10 @@ import numpy as np
 from scipy import special
 
 from jaxvec._ports.comparison import SampleResult, SpaceResult, Verdict
-from jaxvec._ports.original import constructor
+from jaxvec._ports.original import SetState
 from jaxvec._ports.port import FLAGS, advance, as_port, by_path, check_port, is_done, like
-from jaxvec._ports.program import random_action, select
+from jaxvec._ports.port_spaces import random_action
+from jaxvec._ports.program import Adapter, select
 from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
 
@@ -32,6 +33,7 @@ class Distributions(Verdict):
     Attributes:
         samples: Results by variable, such as `return`, `length` or `obs after 10 steps/speed`.
         mismatches: Results by name of variables that one side lacks, or that have other shapes there.
+        heading: Summary of what was played.
         seed: Seed of both sides.
         num_episodes: Number of samples on each side, one per episode.
         alpha: Probability that any of the variables of equal envs is reported as different.
@@ -61,16 +63,15 @@ class Distributions(Verdict):
         """Results by name."""
         return {**self.mismatches, **self.samples}
 
-    @property
-    def heading(self) -> str:
-        """Summary of what was played."""
-        return f"{self.num_episodes:,} episodes on each side; different if p <= {self.threshold:.2g}"
-
 
 def compare_distributions(
     port: Any,
     original: Any,
     *,
+    set_state: SetState | None = None,
+    select_state: Callable[[Any], Any] | None = None,
+    actions: Callable[[Any], Any] | None = None,
+    observe: Callable[[Any], Any] | None = None,
     policy: Callable[[jax.Array, Any], Any] | None = None,
     num_episodes: int = 1024,
     max_steps: int = 200,
@@ -93,6 +94,11 @@ def compare_distributions(
     Args:
         port: A `Port`, or an env that `as_port` converts.
         original: A Gymnasium id, an `EnvSpec`, or a function that makes the Python env.
+        set_state: As for `compare_port`. Then the original's episodes start from states of the port's resets,
+            and tests are also among those with similar first observations.
+        select_state: As for `compare_port`.
+        actions: As for `compare_port`.
+        observe: As for `compare_port`.
         policy: Function `(key, obs) -> action` of one env. By default, actions are random, and half of those
             of an episode are its favourite action.
         num_episodes: Number of episodes on each side, rounded up to a multiple of `num_envs`.
@@ -132,19 +138,25 @@ def compare_distributions(
 
     def begin_original(key: jax.Array) -> Any:
         handle, timestep = reset(envs, seed=key)
-        return handle, timestep.obs
+        state, obs = begin_port(key)
+        if set_state is None:
+            obs = adapter.observed(timestep.obs)["obs"]
+        # The first of an episode's steps sets the state, and resets the original again before it does.
+        number = jnp.full(num_envs, 2 if set_state is None else 1, jnp.int32)
+        return (handle, number, jax.vmap(adapter.selected)(state)), obs
 
-    def step_original(handle: Any, action: Any, key: jax.Array) -> Any:
-        handle, timestep = step(handle, action)
-        return handle, {name: getattr(timestep, name) for name in ("obs", "reward", *FLAGS)}
+    def step_original(env: Any, action: Any, key: jax.Array) -> Any:
+        handle, number, state = env
+        seed = jax.random.randint(key, (num_envs,), 0, 2**31 - 1)
+        handle, timestep = step(handle, adapter.asked(number, seed, state, action))
+        return (handle, number + 1, state), {**adapter.observed(timestep.obs), "reward": timestep.reward}
 
     sides = (begin_port, step_port), (begin_original, step_original)
-    with make(constructor(original), num_envs, autoreset_mode="EPISODIC", **options) as envs:
-        act = (
-            partial(_favouring, envs.single_action_space)
-            if policy is None
-            else lambda key, obs, _: policy(key, obs)
-        )
+    adapter = Adapter(set_state, None, select_state, None, actions, observe)
+    with make(adapter.env_fn(port, original, each_step=False), num_envs, **options) as envs:
+        asked: Any = envs.single_action_space
+        own = asked["action"] if actions is None else port.action_space
+        act = partial(_favouring, own) if policy is None else lambda key, obs, _: policy(key, obs)
         results = check_port(port, lambda key, obs, _: act(key, obs, key))
 
         play = jax.jit(
@@ -152,33 +164,40 @@ def compare_distributions(
                 _play(*side, act, max_steps, probes, key) for side, key in zip(sides, pair, strict=True)
             ]
         )
-        keys = jax.random.split(jax.random.key(seed), (rounds, 2))
-        parts = [jax.device_get(play(pair)) for pair in keys]
+        parts = [jax.device_get(play(keys)) for keys in jax.random.split(jax.random.key(seed), (rounds, 2))]
     port_samples, original_samples = (
         jax.tree.map(lambda *leaves: np.concatenate(leaves), *side) for side in zip(*parts, strict=True)
     )
-    mismatches = {}
-    samples = {}
-    actions = [
-        (values, original_samples[name])
-        for name, values in port_samples.items()
-        if name.startswith("first action")
-    ]
     # A port may say only `done`.
     undeclared = [name for name in FLAGS if name not in results]
-    for name in [name for name in {**port_samples, **original_samples} if name not in undeclared]:
-        pair = [side.get(name) for side in (port_samples, original_samples)]
-        shapes = ["none" if values is None else str(values.shape[1:]) for values in pair]
-        if shapes[0] != shapes[1]:
-            mismatches[f"shape of {name}"] = SpaceResult(*shapes, equal=False)
-        else:
-            samples[name] = compare_samples(*pair, conditions=[] if name.startswith("first") else actions)
+    pairs = {
+        name: (port_samples.get(name), original_samples.get(name))
+        for name in {**port_samples, **original_samples}
+        if name not in undeclared
+    }
+    shapes = {
+        name: ["none" if values is None else str(values.shape[1:]) for values in pair]
+        for name, pair in pairs.items()
+    }
+    mismatches = {
+        f"shape of {name}": SpaceResult(*texts, equal=False)
+        for name, texts in shapes.items()
+        if texts[0] != texts[1]
+    }
+    given = ("first action",) if set_state is None else ("first action", "first obs")
+    conditions = [pair for name, pair in pairs.items() if name.startswith(given)]
+    samples = {
+        name: compare_samples(*pair, conditions=[] if name.startswith("first") else conditions)
+        for name, pair in pairs.items()
+        if f"shape of {name}" not in mismatches
+    }
     coverage = {name: "" if original_samples[name].any() else "always 0" for name in ("return", *FLAGS)}
     samples, threshold = with_thresholds(samples, alpha)
     return Distributions(
         samples=samples,
         mismatches=mismatches,
         coverage=coverage,
+        heading=f"{rounds * num_envs:,} episodes on each side; different if p <= {threshold:.2g}",
         seed=seed,
         num_episodes=rounds * num_envs,
         alpha=alpha,
@@ -200,6 +219,7 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
     begin_key, key = jax.random.split(key)
     env, first = begin(begin_key)
     num_envs = len(jax.tree.leaves(first)[0])
+    probe_names = {f"obs after {at} steps": at for at in probes}
     episodes = jax.random.split(jax.random.fold_in(key, 0), num_envs)
 
     def choose(number: Any, obs: Any) -> tuple[Any, jax.Array]:
@@ -215,9 +235,11 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
             "length": old["length"] + 1,
             **{name: results.get(name, is_done(results)) for name in FLAGS},
         }
-        for at in probes:  # an episode that ends before keeps its last observation
-            name = f"obs after {at} steps"
-            new[name] = jax.tree.map(partial(jnp.where, number <= at), new["obs"], old[name])
+        # An episode that ends before a probe keeps its last observation.
+        new |= {
+            name: jax.tree.map(partial(jnp.where, number <= at), new["obs"], old[name])
+            for name, at in probe_names.items()
+        }
         new = select(live, like(old, new), old)
         return env, number + 1, live & ~is_done(results), new
 
@@ -226,8 +248,8 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
         return live.any() & (number <= max_steps)
 
     zeros = jnp.zeros(num_envs, jnp.float32)
-    new = {"obs": first, "return": zeros, "length": zeros, **dict.fromkeys(FLAGS, zeros > 0)}
-    new |= {f"obs after {at} steps": first for at in probes}
+    flags = dict.fromkeys(FLAGS, zeros > 0)
+    new = {"obs": first, "return": zeros, "length": zeros, **flags, **dict.fromkeys(probe_names, first)}
     *_, last = jax.lax.while_loop(unfinished, body, (env, jnp.int32(1), zeros == 0, new))
     last.pop("obs")
     return by_path({**last, "first obs": first, "first action": choose(1, first)[0]})
@@ -250,10 +272,10 @@ def compare_resets(
     # An observation of another state than that of the reset can have the right distribution.
     pairs = {path: (values[:number], original[path][:number]) for path, values in port.items()}
     states = [pair for path, pair in pairs.items() if path.startswith("state")]
-    results = {}
-    for path, pair in pairs.items():
-        conditions = states if path.startswith("obs") else ()
-        results[f"reset {path}"] = compare_samples(*pair, tolerance(path), conditions)
+    results = {
+        f"reset {path}": compare_samples(*pair, tolerance(path), states if path.startswith("obs") else ())
+        for path, pair in pairs.items()
+    }
     return with_thresholds(results, _RESET_ALPHA)[0]
 
 

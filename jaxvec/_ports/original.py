@@ -37,9 +37,6 @@ class Original(gymnasium.Env[Any, Any]):
         get_state: Function of the original that returns its state; `None` if there is none.
         state_space: Space of the port's states.
         each_step: Whether to set the state before each step, not only when an episode starts.
-
-    Attributes:
-        is_repeatable: Whether repeated steps from one state had equal results, until now.
     """
 
     def __init__(
@@ -61,11 +58,7 @@ class Original(gymnasium.Env[Any, Any]):
         self._state_space = state_space
         self._each_step = each_step
         self._time_limit = _find_wrapper(self._env, TimeLimit)
-        self._repetitions = _REPETITIONS
-        self._repeated: Any = None  # action of a step that is to be repeated when its episode has ended
-        self.is_repeatable = True
-        # A replay steps a new env, which may refuse a step without a reset.
-        self._ended = True
+        self._kept: list[Any] = []  # actions of steps that are repeated after the comparison
         if get_state is not None:
             self._env.reset(seed=0)
         flag = spaces.Box(0, 1, (), np.bool_)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -93,7 +86,7 @@ class Original(gymnasium.Env[Any, Any]):
         declared = (getattr(self._env, "metadata", None) or {}).get("autoreset_mode", mode)
         space: Any = self._env.action_space
         accepts_beyond = False
-        if is_bounded(space):
+        if isinstance(space, spaces.Box) and space.is_bounded() and space.dtype.kind == "f":
             self._env.reset(seed=0)
             with suppress(Exception):
                 self._env.step(space.high + (space.high - space.low) / 4)
@@ -116,16 +109,16 @@ class Original(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[dict[str, Any], Any, bool, bool, dict[str, Any]]:
         """Starts an episode or sets the state, as the action says, and steps the original."""
         number = int(action["step"])
-        # A step is repeated between episodes, where it disturbs no wrapper that counts the steps.
-        if number == 1 and self._repeated is not None:
-            runs = [self._move(self._repeated, seed) for seed in range(2)]
-            different = {pickle.dumps((results["obs"], reward)) for results, reward, *_ in runs}
-            self.is_repeatable &= len(different) == 1
-            self._repeated = None
-            self._repetitions -= 1
-        if self._repetitions and self._sets(number) and number & (number - 1) == 0:  # a power of two
-            self._repeated = deepcopy(action)  # whose arrays are reused
+        is_power_of_two = number & (number - 1) == 0
+        if is_power_of_two and self._sets(number) and len(self._kept) < _REPETITIONS:
+            self._kept.append(deepcopy(action))  # its arrays are reused
         return self._move(action, int(action["seed"]) if number == 1 else None)
+
+    def is_repeatable(self) -> bool:
+        """Returns whether steps from some of the states have equal results after different resets."""
+        runs = [[self._move(action, seed)[:2] for seed in range(2)] for action in self._kept]
+        results = [{pickle.dumps((results["obs"], reward)) for results, reward in run} for run in runs]
+        return all(len(different) == 1 for different in results)
 
     def close(self) -> None:
         """Closes the original."""
@@ -178,11 +171,6 @@ class Original(gymnasium.Env[Any, Any]):
                     f"{self._state_space}"
                 )
         return state
-
-
-def is_bounded(space: Any) -> bool:
-    """Returns whether an action space has floats within bounds, of which there are random actions."""
-    return isinstance(space, spaces.Box) and space.is_bounded() and space.dtype.kind == "f"
 
 
 def _find_wrapper(env: Any, wrapper: type) -> Any:

@@ -195,7 +195,7 @@ def shape_of(function: Callable[[jax.Array], Any]) -> Any:
     try:
         return jax.eval_shape(function, jax.random.key(0))
     except Exception as error:
-        raise TypeError(f"{_FORM}. {type(error).__name__}: {str(error)[:500]}") from error
+        raise TypeError(f"{type(error).__name__}: {str(error)[:500]}. {_FORM}") from error
 
 
 def dtype_name(leaf: Any) -> str:
@@ -207,14 +207,14 @@ def by_path(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a pytree as a dict from path to array; keys as their data."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): jax.random.key_data(leaf)
-        if is_key(leaf)
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         else leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
-def is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def advance(port: Port, keys: jax.Array, states: Any, actions: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The compiled program of a comparison, and the functions that a replay shares with it."""
+"""The compiled program of a comparison, and what it gives to both sides."""
 
 from __future__ import annotations
 
@@ -12,10 +12,68 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
+from jaxvec._leaves import full_box
 from jaxvec._ports.comparison import Case, LeafResult, SpaceResult
-from jaxvec._ports.original import is_bounded
-from jaxvec._ports.port import FLAGS, Port, advance, by_path, dtype_name, is_done, is_key, like
+from jaxvec._ports.original import GetState, Original, SetState, constructor
+from jaxvec._ports.port import FLAGS, Port, advance, by_path, dtype_name, is_done, is_float, like, shape_of
 from jaxvec.callbacks._functions import reset, step
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What stands between a port and its original: functions of one env.
+
+    The first two run in the workers, and the others in the program.
+
+    Attributes:
+        set_state: Sets the original to a state.
+        get_state: Returns the original's state.
+        select_state: Returns the part of the port's state that these two use; `None` for all of it.
+        draws: Returns the random numbers of a step of the port, of the step's key.
+        actions: Returns the original's action for one of the port.
+        observe: Returns the original's observation in the form of the port's.
+    """
+
+    set_state: SetState | None = None
+    get_state: GetState | None = None
+    select_state: Callable[[Any], Any] | None = None
+    draws: Callable[[jax.Array], Any] | None = None
+    actions: Callable[[Any], Any] | None = None
+    observe: Callable[[Any], Any] | None = None
+
+    def selected(self, state: Any) -> dict[str, Any]:
+        """Returns the arrays of a state that both sides share, by path."""
+        if self.set_state is None and self.get_state is None:
+            return {}
+        leaves = by_path(state if self.select_state is None else self.select_state(state))
+        return {path or "state": leaf for path, leaf in leaves.items()}
+
+    def sent(self, key: jax.Array, state: Any) -> dict[str, Any]:
+        """Returns the arrays that the workers get for a step of the port with this key, by path."""
+        drawn = {} if self.draws is None else by_path({"draws": self.draws(key)})
+        return {**self.selected(state), **drawn}
+
+    def asked(self, step: jax.Array, seed: jax.Array, state: Any, action: Any) -> dict[str, Any]:
+        """Returns the actions of several originals, of which each starts with the state of a port."""
+        return {
+            "action": action if self.actions is None else jax.vmap(self.actions)(action),
+            "step": step,
+            "seed": seed,
+            "state": state,
+        }
+
+    def observed(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Returns the results of several originals, with observations in the port's form."""
+        obs = results["obs"]
+        return {**results, "obs": obs if self.observe is None else jax.vmap(self.observe)(obs)}
+
+    def env_fn(self, port: Port, original: Any, *, each_step: bool) -> Callable[[], Original]:
+        """Returns the function that makes the original of a port as an env for the workers."""
+        shapes = shape_of(lambda key: self.sent(key, port.reset(key)[0]))
+        space = spaces.Dict({path: full_box(shape.shape, shape.dtype) for path, shape in shapes.items()})
+        return partial(
+            Original, constructor(original), self.set_state, self.get_state, space, each_step=each_step
+        )
 
 
 @dataclass
@@ -27,12 +85,13 @@ class Program:
 
     port: Port
     policy: Callable[[jax.Array, Any, Any], Any]
-    sent: Callable[[Any], dict[str, Any]]  # returns what workers get of a state, by path
+    adapter: Adapter
     each_step: bool  # whether the original is set to the port's state before each step
     num_envs: int
     num_steps: int
     tolerances: Mapping[str, float]
     infos: tuple[str, ...]
+    episode: Any  # uint32 data of the key of the episode that all envs play; `None` for others in each
     # Differences of the structure, shapes and dtypes of results, found while tracing.
     mismatches: dict[str, SpaceResult] = field(default_factory=dict)
 
@@ -41,12 +100,13 @@ class Program:
         root = jax.random.key(seed)
         playing = self.begin(root, 0)
         handle, timestep = reset(envs, seed=seed)
-        action, _, port = self.step_port(playing)
+        action, _, _, port = self.step_port(playing)
         original = self.results_of(timestep)
-        cases = {}
-        for path in self.shared_paths(port, original):
-            case = self.case(path, 0, jnp.float32(0), playing, action, port, original)
-            cases[path] = {"worst": case, "earliest": {**case, "step": jnp.int32(_NEVER)}}
+        case = partial(self.case, 0, jnp.float32(0), playing, action, port, original)
+        cases = {
+            path: {"worst": case(path), "earliest": {**case(path), "step": jnp.int32(_NEVER)}}
+            for path in self.shared_paths(port, original)
+        }
         samples = jax.tree.map(
             lambda leaf: jnp.zeros((_MAX_RESETS, *leaf.shape[1:]), leaf.dtype),
             self.first_results(playing, timestep),
@@ -60,6 +120,8 @@ class Program:
     def begin(self, root: jax.Array, number: Any) -> dict[str, Any]:
         """Returns new episodes of all envs: the port's side, and `time`, the number of the next step."""
         keys = jax.random.split(jax.random.fold_in(root, number), self.num_envs)
+        if self.episode is not None:
+            keys = jax.random.wrap_key_data(jnp.tile(np.array(self.episode, np.uint32), (self.num_envs, 1)))
         state, obs = jax.vmap(lambda key: self.port.reset(jax.random.fold_in(key, 0)))(keys)
         return {
             "keys": keys,
@@ -67,28 +129,47 @@ class Program:
             "obs": obs,
             "time": jnp.ones(self.num_envs, jnp.int32),
             "parted": jnp.zeros(self.num_envs, bool),
-            "twin": state,  # a copy of the state with rounding errors
-            "drift": jnp.zeros(self.num_envs, jnp.float32),  # largest error of the twin until now
+            "twins": [state, state],  # copies of the state with rounding errors
+            "drift": jnp.zeros(self.num_envs, jnp.float32),  # largest error of the twins until now
         }
 
-    def step_port(self, playing: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """Returns the actions of all envs, the port's next states, its results by path, and its drift."""
+    def step_port(self, playing: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """Returns the actions, what the original is asked to do, the next states, and the results by path."""
         keys = jax.vmap(step_keys)(playing["keys"], playing["time"])
         action = jax.vmap(self.policy)(keys[:, 0], playing["obs"], playing["state"])
         after, results = advance(self.port, keys[:, 1], playing["state"], action)
+        sent = jax.vmap(self.adapter.sent)(keys[:, 1], playing["state"])
+        seed = (jax.random.key_data(playing["keys"])[:, -1] >> 1).astype(jnp.int32)
+        asked = self.adapter.asked(playing["time"], seed, sent, action)
         going = {**playing, "state": after, "obs": results["obs"], "time": playing["time"] + 1}
-        # Rounding errors may add up. Those of a twin tell the drift of a correct port from a fault.
-        if not self.each_step and any(self.tolerances.values()):
-            twin, twin_results = advance(self.port, keys[:, 1], playing["twin"], action)
-            errors = jax.tree.map(errors_of, twin_results["obs"], results["obs"])
-            going["drift"] = jnp.stack([playing["drift"], *jax.tree.leaves(errors)]).max(0)
-            going["twin"] = jax.tree.map(_perturb, twin)
-        return action, like(playing, going), by_path({**results, "state": jax.vmap(self.sent)(after)})
+        state = jax.vmap(self.adapter.selected)(after)
+        return action, asked, like(playing, going), by_path({**results, "state": state})
+
+    def step_twins(self, playing: Any, going: Any, action: Any, port: dict[str, Any]) -> dict[str, Any]:
+        """Returns by path the errors that rounding may cause, which tell the drift of a port from a fault.
+
+        The twins of a state are rounded in each step, one up and one down. Results such as flags may jump if
+        they do so for a twin.
+        """
+        keys = jax.vmap(step_keys)(playing["keys"], playing["time"])[:, 1]
+        allowed: dict[str, Any] = dict.fromkeys(port, playing["drift"])
+        going["twins"] = []
+        for scale, twin in zip((1 - _ROUNDING, 1 + _ROUNDING), playing["twins"], strict=True):
+            after, results = advance(self.port, keys, twin, action)
+            going["twins"].append(jax.tree.map(partial(_scale, scale), after))
+            for path, leaf in by_path(results).items():
+                allowed[path] = jnp.maximum(allowed[path], errors_of(leaf, port[path]))
+        obs = [error for path, error in allowed.items() if _is_below(path, "obs")]
+        going["drift"] = jnp.stack(obs).max(0)
+        # Floats without a tolerance have to be equal.
+        return {
+            path: error for path, error in allowed.items() if self.tolerance(path) or not is_float(port[path])
+        }
 
     def first_results(self, playing: Any, timestep: Any) -> list[dict[str, Any]]:
         """Returns the observations and states of the last resets of both sides, by path."""
-        port = by_path({"obs": playing["obs"], "state": jax.vmap(self.sent)(playing["state"])})
-        original = by_path(timestep.obs["reset"])
+        port = by_path({"obs": playing["obs"], "state": jax.vmap(self.adapter.selected)(playing["state"])})
+        original = by_path(self.adapter.observed(timestep.obs["reset"]))
         paths = [path for path in original if path in port and port[path].shape == original[path].shape]
         return [{path: side[path] for path in paths} for side in (port, original)]
 
@@ -96,7 +177,7 @@ class Program:
         """Returns the original's results by path, named as those of the port."""
         return by_path(
             {
-                **timestep.obs,
+                **self.adapter.observed(timestep.obs),
                 "reset": {},
                 "reward": timestep.reward,
                 "done": timestep.obs["terminated"] | timestep.obs["truncated"],
@@ -129,12 +210,15 @@ class Program:
     def body(self, root: jax.Array, carry: Any, number: jax.Array) -> tuple[Any, Any]:
         handle, playing, cases, samples, episodes = carry
         time = playing["time"]
-        action, going, port = self.step_port(playing)
-        asked = {"action": action, "step": time, "seed": jax.vmap(seed_of)(playing["keys"])}
-        handle, timestep = step(handle, asked | {"state": jax.vmap(self.sent)(playing["state"])})
+        action, asked, going, port = self.step_port(playing)
+        handle, timestep = step(handle, asked)
         original = self.results_of(timestep)
         errors = {path: errors_of(port[path], original[path]) for path in cases}
-        different = {path: error > self.tolerance(path, going["drift"]) for path, error in errors.items()}
+        may_drift = not self.each_step and any(self.tolerances.values())
+        allowed = self.step_twins(playing, going, action, port) if may_drift else {}
+        different = {
+            path: error > self.tolerance(path) + allowed.get(path, 0.0) for path, error in errors.items()
+        }
         for path, kept in cases.items():
             error = errors[path]
             times = jnp.where(different[path], time, _NEVER)
@@ -143,7 +227,7 @@ class Program:
                 "earliest": (times.argmin(), times.min() < kept["earliest"]["step"]),
             }
             for name, (env, replaces) in better.items():
-                case = partial(self.case, path, env, error[env], playing, action, port, original)
+                case = partial(self.case, env, error[env], playing, action, port, original, path)
                 kept[name] = jax.lax.cond(replaces, case, lambda old=kept[name]: old)
         begun = time == 1
         places = jnp.where(begun, episodes + jnp.cumsum(begun) - 1, _MAX_RESETS)  # the last are dropped
@@ -173,7 +257,7 @@ class Program:
         return (handle, going, cases, samples, episodes + begun.sum(dtype=jnp.int32)), steps
 
     def case(
-        self, path: str, env: Any, error: Any, playing: Any, action: Any, port: Any, original: Any
+        self, env: Any, error: Any, playing: Any, action: Any, port: Any, original: Any, path: str
     ) -> Any:
         """Returns the arrays of a `Case`."""
         arrays = {
@@ -186,11 +270,10 @@ class Program:
         }
         return {"env": jnp.int32(env), "error": error, **jax.tree.map(lambda leaf: leaf[env], arrays)}
 
-    def tolerance(self, path: str, drift: Any = 0.0) -> Any:
-        """Returns the tolerance of the longest path that includes this one, and of the drift; 0 without."""
-        prefixes = [prefix for prefix in self.tolerances if _is_below(path, prefix)]
-        tolerance = self.tolerances[max(prefixes, key=len)] if prefixes else 0.0
-        return tolerance and tolerance + _MAX_GROWTH * drift
+    def tolerance(self, path: str) -> float:
+        """Returns the tolerance of the longest path that includes this one."""
+        longest_first = sorted(self.tolerances, key=len, reverse=True)
+        return next((self.tolerances[prefix] for prefix in longest_first if _is_below(path, prefix)), 0.0)
 
     def result(self, path: str, cases: Any, steps: Any) -> LeafResult:
         """Returns the record of a leaf."""
@@ -215,31 +298,17 @@ class Program:
 
 _NEVER = np.iinfo(np.int32).max
 _MAX_RESETS = 1024  # number of resets whose observations and states are compared
-_ROUNDING = 2.0**-23  # relative error in each step: the least one of float32
-_MAX_GROWTH = 16  # error of a correct port, in those of its copy with rounding errors
-_MAX_DRIFT = 1e-4  # error of this copy at which an episode ends
+_ROUNDING = 16 * 2.0**-23  # relative error of a twin in each step: 16 times the least one of float32
+_MAX_DRIFT = 1.6e-3  # error of a twin at which an episode ends
 
 
-def _perturb(leaf: jax.Array) -> jax.Array:
-    """Adds rounding errors to floats, but not to whole numbers, which may count something."""
-    is_whole = not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf == jnp.round(leaf)
-    return jnp.where(is_whole, leaf, leaf * (1 + _ROUNDING))
+def _scale(scale: float, leaf: jax.Array) -> jax.Array:
+    """Adds a rounding error to floats, but not to whole numbers, which may count something."""
+    return jnp.where(leaf == jnp.round(leaf), leaf, leaf * scale) if is_float(leaf) else leaf
 
 
 def _is_below(path: str, prefix: str) -> bool:
     return prefix in ("", path) or path.startswith(f"{prefix}/")
-
-
-def restored(old: Any, leaves: Mapping[str, Any]) -> Any:
-    """Returns the pytree with the structure of `old` whose `by_path` is `leaves`."""
-    tree = jax.tree.unflatten(jax.tree.structure(old), [leaves[path] for path in by_path(old)])
-    return jax.tree.map(lambda a, b: jax.random.wrap_key_data(b) if is_key(a) else jnp.asarray(b), old, tree)
-
-
-def sent_state(select_state: Callable[[Any], Any] | None, state: Any) -> dict[str, Any]:
-    """Returns the arrays of the state that the workers get, by path."""
-    selected = by_path(state if select_state is None else select_state(state))
-    return {path or "state": leaf for path, leaf in selected.items()}
 
 
 def is_of_reset(port: Port, path: str, case: Case) -> bool:
@@ -248,11 +317,6 @@ def is_of_reset(port: Port, path: str, case: Case) -> bool:
     keys = jnp.stack([key, *jax.random.split(key), *jax.random.split(key, 3)])
     obs = np.asarray(by_path({"obs": jax.vmap(port.reset)(keys)[1]})[path])
     return bool(np.isclose(obs, case.port, equal_nan=True).reshape(len(keys), -1).all(1).any())
-
-
-def seed_of(key: jax.Array) -> jax.Array:
-    """Returns the original's seed for an episode."""
-    return (jax.random.key_data(key)[-1] >> 1).astype(jnp.int32)
 
 
 def step_keys(key: jax.Array, number: Any) -> Any:
@@ -270,44 +334,8 @@ def errors_of(port: jax.Array, original: jax.Array) -> jax.Array:
     equal = (port == original) | (jnp.isnan(port) & jnp.isnan(original))
     port, original = (side.astype(jnp.promote_types(dtype, jnp.float32)) for side in (port, original))
     error = jnp.abs(port - original)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
+    is_relative = jnp.issubdtype(dtype, jnp.floating)
     # float32 may not tell large integers apart.
-    error = error / jnp.maximum(1, jnp.abs(original)) if is_float else jnp.maximum(1, error)
+    error = error / jnp.maximum(1, jnp.abs(original)) if is_relative else jnp.maximum(1, error)
     error = jnp.where(equal, 0, jnp.where(jnp.isnan(error), jnp.inf, error)).astype(jnp.float32)
     return error.reshape(len(error), -1).max(1, initial=0)
-
-
-def random_action(space: Any, key: jax.Array, *_: Any, beyond: bool = False) -> Any:
-    """Returns a random action of a space; of a `Box`, one in ten at its bounds, or also beyond them."""
-    match space:
-        case spaces.Discrete():
-            return jax.random.randint(key, (), int(space.start), int(space.start + space.n))
-        case spaces.MultiDiscrete():
-            return jax.random.randint(key, space.shape, space.start, space.start + space.nvec)
-        case spaces.MultiBinary():
-            return jax.random.bernoulli(key, shape=space.shape).astype(jnp.int8)
-        case _ if is_bounded(space):
-            dtype = jax.dtypes.canonicalize_dtype(space.dtype)
-            inside = jax.random.uniform(key, space.shape, dtype, space.low, space.high)
-            margin = (space.high - space.low) / 4 if beyond else 0
-            edges = [space.low, space.high, space.low - margin, space.high + margin]
-            draws = jax.random.randint(jax.random.fold_in(key, 0), space.shape, 0, 40)
-            return jnp.choose(draws, [*jnp.array(edges, dtype), inside], mode="clip")
-        case _:
-            raise ValueError(
-                f"there are no random actions for {space}; pass policy=lambda key, obs, state: ..."
-            )
-
-
-def find_unplayed(space: Any, actions: Any, beyond: bool) -> str:
-    """Returns the kinds of actions that were not among these, or `""`."""
-    cases: dict[str, Any] = {}
-    if isinstance(space, spaces.Discrete):
-        cases = {str(value + space.start): actions == value + space.start for value in range(space.n)}
-    elif is_bounded(space):
-        cases = {
-            "the lowest": actions <= space.low,
-            "the highest": actions >= space.high,
-            "beyond the bounds": (actions < space.low) | (actions > space.high) | (not beyond),
-        }
-    return ", ".join(name for name, played in cases.items() if not played.any())

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from support.probe import main
 
 import jaxvec
-from jaxvec.ports import Port, as_port, compare_distributions, compare_port, replay
+from jaxvec.ports import Port, as_port, compare_distributions, compare_port
 
 LIMIT, BOUND = 12, 3.0
 OBS = ("position", "weights")
@@ -174,13 +174,13 @@ def test_a_wrong_port_is_found_and_named(mistake, found, at_ends, mode):
         assert {path for path, leaf in leaves.items() if leaf.at_ends == leaf.different} == at_ends
         assert ("only ends" in str(result)) == bool(at_ends)
     for path, leaf in leaves.items():
-        names = {"port": port, "original": make_cart, "set_state": set_state, "policy": None}
-        names["get_state"] = get_state
+        names = {"port": port, "original": make_cart, "set_state": set_state, "get_state": get_state}
         exec(result.replay(path), names)
-        ours, theirs = (np.asarray(side[path]) for side in names["results"])
-        assert (ours != theirs).any()
-        np.testing.assert_array_equal(ours, leaf.worst.port)
-        np.testing.assert_array_equal(theirs, leaf.worst.original)
+        case, worst = names["case"], leaf.worst
+        assert (np.asarray(case.port) != case.original).any()
+        assert case.step == worst.step
+        np.testing.assert_array_equal(case.port, worst.port)
+        np.testing.assert_array_equal(case.original, worst.original)
     if mode == "one_step" and "truncated" in leaves:
         assert leaves["truncated"].first_step == leaves["truncated"].worst.step == LIMIT
 
@@ -239,7 +239,7 @@ def test_states_that_are_not_set_or_do_not_fit_are_named():
 def test_an_original_without_set_state_runs_from_its_own_resets():
     result = compare(make_port(), set_state=None, mode="free_running")
     assert not result.set_to_states
-    assert "not set to states of the port" in str(result)
+    assert "set to states of the port never" in str(result)
     assert result.leaves["obs/position"].first_step == 1  # its random generator is another one
 
 
@@ -254,13 +254,13 @@ def changed(change):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"mode": "two_step"}, "mode must be"),
+        ({"mode": "two_step"}, "mode must be one of one_step, free_running"),
         ({"set_state": None}, "needs set_state"),
         ({"tolerances": {"observation": 1}}, "has the path 'observation'; the paths are obs/position"),
         ({"tolerances": float("nan")}, "tolerances must be numbers of at least 0, not nan"),
         ({"tolerances": {"obs": "1e-3"}}, "tolerances must be numbers"),
         ({"num_steps": 2**31}, "too many to count"),
-        ({"num_steps": 0}, "too few"),
+        ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
         ({"original": 3}, "original must be a Gymnasium id"),
         ({"port": object()}, "no env of gymnax"),
         ({"port": (RIGHT.reset, RIGHT.step)}, "no env of gymnax"),
@@ -345,14 +345,19 @@ def test_actions_at_and_beyond_bounds_and_random_originals(port, original, found
 def test_the_command_compares_and_its_replay_runs(port, num_steps, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "my_port", sys.modules[__name__])
     file = tmp_path / "out.json"
-    arguments = f"my_port:{port} my_port:make_cart --set-state my_port:set_state --num-envs 2 --json {file}"
+    program = tmp_path / "replay.py"
+    arguments = (
+        f"my_port:{port} my_port:make_cart --set-state my_port:set_state --num-envs 2 --json {file} "
+        f"--replay {program}"
+    )
     assert main(["compare", *arguments.split(), "--num-steps", str(num_steps)]) == code
     assert file.exists() == (code != 2)
     if code == 1:
         record = json.loads(file.read_text())
         assert record["differences"] == [*record["replays"]] == ["reward"]
         capsys.readouterr()
-        exec(record["replays"]["reward"], {})
+        assert program.read_text() == record["replays"]["reward"] + "\n"
+        exec(program.read_text(), {})
         ours, theirs = map(float, capsys.readouterr().out.split())
         assert ours != theirs
 
@@ -400,6 +405,110 @@ def test_a_state_with_a_key_and_a_selected_part_is_sent():
     compare(port, select_state=lambda both: both[1]).assert_equal()
 
 
+class Draws(gymnasium.Env):
+    """Walks left or right by what it draws; its position is hidden in a flat observation."""
+
+    observation_space = spaces.Box(-9, 9, (2,), np.float32)
+    action_space = spaces.Dict(
+        {"sign": spaces.MultiBinary(2), "size": spaces.MultiDiscrete([1, 2], start=[3, 0])}
+    )
+    drawn = None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = np.float32(0)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        noise = np.float32(self.np_random.random()) if self.drawn is None else self.drawn
+        self.position += noise * np.float32(action["size"][1]) * np.float32(2 * action["sign"][0] - 1)
+        return np.array([self.position, 0], np.float32), 0.0, False, False, {}
+
+
+def make_draws(sign=1, scale=1.0):
+    """Returns a port of `Draws` with one action, from -1 to 1, and a scalar observation."""
+
+    def step(key, position, action):
+        position += scale * sign * action * jax.random.uniform(key)
+        return position, {"obs": position, "reward": 0.0, "done": False}
+
+    start = jnp.float32(0)
+    return Port(lambda key: (start, start), step, spaces.Box(-9, 9, (1,)), spaces.Discrete(3, start=-1))
+
+
+MAPS = {
+    "actions": lambda action: {"sign": jnp.array([action > 0, 0]), "size": jnp.array([3, jnp.abs(action)])},
+    "observe": lambda obs: obs[0],
+}
+
+
+def set_draws(env, state):
+    env.position, env.drawn = np.float32(state["state"]), state.get("draws/uniform")
+
+
+@pytest.mark.parametrize(("scale", "found"), [(1.0, []), (0.5, ["obs"])])
+def test_maps_and_draws_compare_a_random_port_of_another_form(scale, found):
+    draws = {"draws": lambda key: {"uniform": jax.random.uniform(key)}}
+    result = compare(make_draws(scale=scale), original=Draws, set_state=set_draws, **MAPS, **draws)
+    assert result.differences == found
+    assert "actions" not in result.untested
+    if found:
+        names = {"port": make_draws(scale=scale), "original": Draws, "set_state": set_draws, **MAPS, **draws}
+        exec(result.replay(), names)
+        assert names["case"].original == result.leaves["obs"].worst.original
+    with pytest.raises(TypeError, match="no random actions for None"):
+        compare(replace(make_draws(), action_space=None), original=Draws, set_state=set_draws, **MAPS)
+
+
+@pytest.mark.parametrize(("sign", "differs"), [(1, False), (-1, True)])
+def test_random_steps_from_equal_states_have_equal_distributions(sign, differs):
+    options = {"num_episodes": 512, "backend": "serial", "set_state": set_draws, "max_steps": 2, **MAPS}
+    result = compare_distributions(make_draws(sign=sign), Draws, **options)
+    assert ("obs after 1 steps" in result.differences) == differs
+    assert "first obs" not in result.differences
+
+
+def test_unplayed_parts_of_actions_are_named():
+    result = compare(
+        Port(
+            lambda key: (jnp.float32(0),) * 2,
+            lambda key, state, action: (state, {"obs": state, "reward": 0.0, "done": False}),
+        ),
+        original=Draws,
+        observe=lambda obs: obs[0],
+        set_state=set_draws,
+        policy=lambda key, obs, state: {"sign": jnp.array([1, 0]), "size": jnp.array([3, 1])},
+    )
+    assert result.untested["actions"] == "0 of sign[0], 1 of sign[1], 0 of size[1]"
+
+
+class Tenths(gymnasium.Env):
+    """Adds tenths in float64, whose tenth sum is below 1, and in float32 is not."""
+
+    observation_space = spaces.Box(0, 9, (), np.float32)
+    action_space = spaces.Discrete(1)
+
+    def reset(self, *, seed=None, options=None):
+        self.sum = 0.0
+        return np.float32(0), {}
+
+    def step(self, action):
+        self.sum += 0.1
+        return np.float32(self.sum), float(self.sum >= 1), self.sum >= 1, False, {}
+
+
+@pytest.mark.parametrize(("limit", "found"), [(1.0, []), (0.95, ["reward", "terminated"])])
+def test_a_flag_that_rounding_flips_is_no_difference(limit, found):
+    def step(key, total, action):
+        total = total + jnp.float32(0.1)
+        over = total >= limit
+        return total, {"obs": total, "reward": over.astype(float), "terminated": over, "truncated": False}
+
+    port = Port(lambda key: (jnp.float32(0),) * 2, step)
+    options = {"set_state": None, "mode": "free_running", "tolerances": 1e-5}
+    assert compare(port, original=Tenths, **options).differences == found
+
+
 def test_nan_equals_nan_and_large_integers_are_compared_exactly():
     class Original(gymnasium.Env):
         integer = spaces.Box(0, 2**31 - 1, (), np.int32)
@@ -440,8 +549,6 @@ def test_the_envs_of_gymnax_are_ports():
             options = {"set_state": partial(set_leaves, leaves), "tolerances": 1e-5, "num_steps": 400}
             result = compare(port, original=name, mode=mode, **options)
             assert result.differences == []
-    ours, theirs = replay(port, name, key=jax.random.key(0), step=3)
-    assert ours["obs"].shape == theirs["obs"].shape
 
 
 def play(port, action, num_steps):

@@ -23,8 +23,9 @@ def test_close_values_differ_and_rounded_ones_do_not(number):
 
 def test_nan_on_one_side_and_other_dependences_differ():
     values = RNG.normal(size=1024)
-    assert compare_samples(np.append(values, np.nan), np.append(values, 0.0)).p_value == 0
-    assert compare_samples(np.append(values, np.nan), np.append(values, np.nan)).p_value == 1
+    for odd, other in [(np.nan, 0.0), (np.inf, 0.0), (np.inf, -np.inf), (np.inf, np.nan)]:
+        assert compare_samples(np.append(values, odd), np.append(values, other)).p_value == 0
+        assert compare_samples(np.append(values, odd), np.append(values, odd)).p_value == 1
     action = RNG.integers(0, 2, 1024)
     effects = values + (2 * action - 1), values - (2 * action - 1)
     assert compare_samples(*effects).p_value > 1e-3
