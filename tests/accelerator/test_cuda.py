@@ -1,7 +1,5 @@
 """Calls of programs on NVIDIA's GPUs. Without one: by a driver that makes every copy as late as it may."""
 
-from __future__ import annotations
-
 import threading
 
 import jax

@@ -1,7 +1,5 @@
 """Page-locked memory, and whole programs on a GPU or on its replacement."""
 
-from __future__ import annotations
-
 import ctypes
 
 import jax

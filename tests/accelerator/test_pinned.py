@@ -1,7 +1,5 @@
 """Page-locking a pool's memory, by a driver that stands in for CUDA's."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import subprocess

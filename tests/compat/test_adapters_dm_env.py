@@ -1,7 +1,5 @@
 """dm_env's environments through jaxvec.adapters.dm_env, dm_control's own among them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from unittest import mock
 

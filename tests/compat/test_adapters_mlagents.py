@@ -4,8 +4,6 @@ The types are `mlagents_envs`' own where it is installed. It asks for old releas
 elsewhere they are the few names here, which have the same attributes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """PettingZoo's envs through jaxvec.adapters.pettingzoo, compared with the envs stepped by hand."""
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from unittest import mock

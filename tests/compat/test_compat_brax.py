@@ -1,7 +1,5 @@
 """Brax's face, with brax's own classes, wrappers and trainer."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

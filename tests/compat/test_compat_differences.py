@@ -4,8 +4,6 @@ The tables "Programs that differ" on the porting pages are written from runs of 
 `python tests/compat/test_compat_differences.py` prints them. A row is left out once both do the same.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Gymnasium's vector envs over a pool, against Gymnasium's own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from contextlib import closing, nullcontext

@@ -1,7 +1,5 @@
 """gymnax's face: one env's reset and step, and a pool of as many as vmap has lanes."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The evaluation for rejax on gymnax's API: the episodes are those of Gymnasium."""
 
-from __future__ import annotations
-
 import copy
 
 import gymnasium

@@ -1,7 +1,5 @@
 """Stable-Baselines3's vector envs over a pool, against its own `DummyVecEnv`."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Stoix's env factory, with stoa's own time steps and spaces."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

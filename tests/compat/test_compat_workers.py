@@ -1,7 +1,5 @@
 """No compatibility API or adapter makes a worker import JAX, which takes seconds and memory in each."""
 
-from __future__ import annotations
-
 import importlib
 
 import gymnasium

@@ -4,8 +4,6 @@ They run from a checkout of https://github.com/DLR-RM/stable-baselines3, of abou
 (e05d2dbe was tried), which the environment variable `JAXVEC_STABLE_BASELINES3` names.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

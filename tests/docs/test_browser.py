@@ -1,7 +1,5 @@
 """The built site in Chromium or Chrome: a phone and a laptop show it whole, and its search box finds code."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

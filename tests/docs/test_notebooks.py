@@ -4,8 +4,6 @@ nbclient runs them, and not nbmake, a pytest face to it: nbmake's last release i
 ipykernel 7, and it has no look at what a notebook prints.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

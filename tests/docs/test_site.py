@@ -3,8 +3,6 @@
 The search is that of the theme: the same index, and lunr with the theme's weights.
 """
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """The messages in docs/troubleshooting.md are those that users see."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The end of a pool: called for, in any state and from any thread, or come by itself."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import signal

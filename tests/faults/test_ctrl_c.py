@@ -1,7 +1,5 @@
 """Ctrl-C: in a terminal it goes to the whole group, from elsewhere to the parent alone."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """A callback must not deadlock while other threads dispatch JAX work and large arrays pass through."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages about failures: which worker, which env, and which action."""
 
-from __future__ import annotations
-
 import os
 import signal
 

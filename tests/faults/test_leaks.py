@@ -1,7 +1,5 @@
 """Nothing outlives a program or a pool, whatever is killed or full: no worker, descriptor, thread, memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """`Workers(output=...)`: what workers print, in the program's log or in files."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """`RecordFaults` and `jaxvec replay`: the recorded episode is the one that failed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import resource

@@ -1,7 +1,5 @@
 """`Workers(recycle=...)`: a fresh process replaces a worker between requests, and cuts running episodes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Limits of restarts, and requests to envs beside their faults."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

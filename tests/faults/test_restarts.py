@@ -1,7 +1,5 @@
 """`on_fault="restart"`: a fault costs the rows of its envs, one step of them, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The stacks of workers that hang: in the error of a timeout, and by `jaxvec stack`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

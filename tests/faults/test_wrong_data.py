@@ -1,7 +1,5 @@
 """What an env returns and can't be stored: the error names env and leaf."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Integers of programs that do not fit into actions or reset options: refused before anything is stepped."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import gymnasium

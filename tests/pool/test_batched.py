@@ -1,7 +1,5 @@
 """Batched envs, of Gymnasium's `VectorEnv`: in this process, and several of them in workers."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What else the host asks of envs: functions run on them, attributes, wrappers; of which, and what fails."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """Exceptions to equal data for every backend and number of workers, as the contract page lists them."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Recorded episodes, against episodes that Gymnasium's envs play alone."""
 
-from __future__ import annotations
-
 import gymnasium
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """A debugger that attaches to new processes, as VS Code's does by default, and breakpoints in envs."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

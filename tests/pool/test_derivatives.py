@@ -3,8 +3,6 @@
 The derivatives are compared with those of equal programs that read the values of the envs from an array.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Families of envs as others publish them: stepped in jit, they give what SyncVectorEnv gives."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import gymnasium

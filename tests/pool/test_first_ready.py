@@ -1,7 +1,5 @@
 """`send` and `recv`: steps in two halves, batches of the envs that are ready first, and what is refused."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Resets of some envs of an asynchronous pool, compared with a model."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -3,8 +3,6 @@
 `benchmarks/families.py` lists them, and writes the page from what it measured. Here they are compared.
 """
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 

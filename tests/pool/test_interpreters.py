@@ -1,7 +1,5 @@
 """Workers in other interpreters: envs are the same as there, and errors name the interpreter."""
 
-from __future__ import annotations
-
 import functools
 import glob
 import json

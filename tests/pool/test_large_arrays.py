@@ -1,7 +1,5 @@
 """Large arrays of constructors: all workers share one copy, and so do saved states of what can't change."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

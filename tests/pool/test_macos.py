@@ -1,7 +1,5 @@
 """Programs on macOS, in an emulation (`support/macos/sitecustomize.py`), as the tests have no Mac."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

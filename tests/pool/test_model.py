@@ -1,7 +1,5 @@
 """A pool under random operations and faults, against the model of `support.pool_machine`."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 from support.pool_machine import PoolMachine
 

@@ -1,7 +1,5 @@
 """Calls of several threads overlap, also with steps, if their envs are of different workers, or else wait."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Text, sequences, graphs and choices in programs: the data of Gymnasium's `SyncVectorEnv`, padded."""
 
-from __future__ import annotations
-
 import os
 import signal
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Time steps on devices, for loops in Python."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

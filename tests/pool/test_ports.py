@@ -1,7 +1,5 @@
 """Comparisons of JAX ports with their Python originals: wrong ports are found, and correct ones are equal."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """`get_attr` and `call` inside programs and out."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

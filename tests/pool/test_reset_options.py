@@ -1,7 +1,5 @@
 """Declared reset options: each episode starts with those that a model of plain Gymnasium envs foretells."""
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

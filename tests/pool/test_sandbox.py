@@ -1,7 +1,5 @@
 """Pools where the kernel denies system calls, as in gVisor or a hardened container."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

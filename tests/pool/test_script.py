@@ -1,7 +1,5 @@
 """The classes and functions of a script in the `__main__` of its workers, as under Gymnasium's vector env."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

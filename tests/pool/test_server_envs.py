@@ -1,7 +1,5 @@
 """Envs behind a server (`jaxvec.examples.server_envs`): real server processes and compiled programs."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

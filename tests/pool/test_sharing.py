@@ -1,7 +1,5 @@
 """One pool in several threads and processes, and several pools in one: it works, or is refused clearly."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

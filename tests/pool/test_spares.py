@@ -1,7 +1,5 @@
 """`spare_envs`: resets done in advance, of envs that take turns; the data depend on seeds alone."""
 
-from __future__ import annotations
-
 import os
 
 import gymnasium

@@ -1,7 +1,5 @@
 """Failures of fork servers and of spawned workers, and how the pool reports them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

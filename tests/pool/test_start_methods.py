@@ -1,7 +1,5 @@
 """How workers are started: they are as clean as new interpreters, whatever happens to what starts them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

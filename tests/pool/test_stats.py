@@ -1,7 +1,5 @@
 """`envs.stats()`: what each worker has done, and the totals."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from functools import partial

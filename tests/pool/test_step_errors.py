@@ -1,7 +1,5 @@
 """Errors of compiled programs: wrong handles, wrong actions, failing envs."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """N steps asked are N steps taken, whatever JAX does to the program; a wrong handle takes none."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import chex

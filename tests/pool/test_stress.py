@@ -1,7 +1,5 @@
 """Many pools at once, with workers that dawdle at random and are killed at random."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """`envs.trace`: what the file says is what was done, in every way to drive a pool, and whatever fails."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """JAX's transformations of the verbs: the table in docs/contract.md, whose last row is in test_steps.py."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import textwrap

@@ -1,7 +1,5 @@
 """The transports: which is chosen where, and what the FFI's handlers do that others need not."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """A Ray cluster, which is simulated on this machine."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state of an env as a value: an env that is put back time and again does what another one does."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import itertools

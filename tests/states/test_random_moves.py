@@ -4,8 +4,6 @@ The reference is an env that no state is taken of. Envs that save and restore, i
 the same after the same number of steps.
 """
 
-from __future__ import annotations
-
 import random
 
 import gymnasium

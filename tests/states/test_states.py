@@ -1,7 +1,5 @@
 """Saved states against a model that deep-copies Gymnasium's envs by itself, and foretells every field."""
 
-from __future__ import annotations
-
 import ast
 from itertools import cycle
 

@@ -1,7 +1,5 @@
 """Comparison of pools on other machines with local pools."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

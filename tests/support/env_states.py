@@ -1,7 +1,5 @@
 """Comparison of envs that are restored from saved states with envs that are only stepped."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

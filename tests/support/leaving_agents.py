@@ -1,7 +1,5 @@
 """An env of PettingZoo with agents that leave: `b` after two steps, and the others after four."""
 
-from __future__ import annotations
-
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv

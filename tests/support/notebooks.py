@@ -1,7 +1,5 @@
 """Functions that run cells in a notebook's kernel."""
 
-from __future__ import annotations
-
 import pytest
 from support.disasters import PATIENCE
 

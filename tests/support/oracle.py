@@ -1,7 +1,5 @@
 """Rollouts of a pool and of Gymnasium's `SyncVectorEnv`, in comparable form."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

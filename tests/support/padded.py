@@ -1,7 +1,5 @@
 """A model of padded values for Gymnasium's spaces, and random spaces without a fixed shape."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import gymnasium

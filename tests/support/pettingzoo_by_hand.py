@@ -1,7 +1,5 @@
 """Comparison of a jitted scan over PettingZoo envs with the envs stepped by hand."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Segments without a pool, and the available dispatches."""
 
-from __future__ import annotations
-
 import gymnasium
 import pytest
 from support.probe import Autoreset, EnvSpaces, Marks, _native, as_jax, make_spec

@@ -1,7 +1,5 @@
 """The door for backends: one written as `docs/developers/design.md` describes, with its own workers."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The command line: what it measures, concludes, checks and prints, and how it ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import itertools

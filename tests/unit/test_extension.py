@@ -1,7 +1,5 @@
 """The doors for extensions: one as `docs/developers/design.md` describes, with an array and a request."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

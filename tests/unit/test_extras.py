@@ -1,7 +1,5 @@
 """What to install is told by the packages' names: jaxvec itself need not be in any index."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

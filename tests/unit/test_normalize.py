@@ -1,7 +1,5 @@
 """Running statistics inside jit, against Gymnasium's and Stable-Baselines3's."""
 
-from __future__ import annotations
-
 import gymnasium
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Operands, and the small results of a call, go over in one array, and come out of it as they were."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax

@@ -1,7 +1,5 @@
 """Values of spaces without a fixed shape as padded arrays and back; `jaxvec.spaces`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

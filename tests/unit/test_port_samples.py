@@ -1,7 +1,5 @@
 """Two-sample tests of `jaxvec.ports`: values that lie close together, rounding, NaN, and conditions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

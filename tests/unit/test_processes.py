@@ -1,7 +1,5 @@
 """The processes of workers, as /proc shows them, and `jaxvec top`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Integers never wrap, and floats become infinite: all dtypes and leaves, with Python ints as the model."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Any nested space to rows of a segment and back, exactly; or an error that names the leaf."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Types of the public API, as pyright infers them from a user's program."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

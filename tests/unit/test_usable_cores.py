@@ -1,7 +1,5 @@
 """Usable cores and free memory, with the limits of cgroups, whose files the tests write."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np
