@@ -154,8 +154,7 @@ class EnvSlice(Slice):
         self.spec = spec
         self.arrays = arrays
         self.config = config
-        halves = [extend(self) for extend in on_slice]
-        self.extensions = [half for half in halves if half is not None]
+        self.extensions = [half for extend in on_slice if (half := extend(self)) is not None]
         self.verbs = merge(extension.verbs for extension in self.extensions)
         for extension in self.extensions:
             self.prepare = extension.prepare or self.prepare

@@ -133,8 +133,7 @@ class Pool:
         self.env_calls: EnvCalls = EnvCalls(
             workers, self.state, self.engine, slices=slices, raw_info=self.views.raw_info
         )
-        halves = [extend(self, arrays) for extend in on_pool]
-        self._extensions = [half for half in halves if half is not None]
+        self._extensions = [half for extend in on_pool if (half := extend(self, arrays)) is not None]
         self._operations = merge(
             {verb: partial(operation, extension) for verb, operation in extension.verbs.items()}
             for extension in self._extensions
