@@ -167,7 +167,13 @@ def compare_port(
     properties = {
         **compare_spaces(declared, own),
         **program.mismatches,
-        "transitions": SpaceResult("not repeated", _TRANSITIONS[is_repeatable], is_repeatable),
+        "transitions": SpaceResult(
+            "not repeated",
+            "equal from a state"
+            if is_repeatable
+            else "other results after another reset: random, or set_state leaves a part",
+            is_repeatable,
+        ),
     }
     observed = {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == "obs" and not leaf.equal}
     if observed and all(
@@ -262,17 +268,14 @@ def compare_pools(port: Any, original: Any, *, num_steps: int = 1000, seed: int 
             raise ValueError(
                 f"the port's results have the shapes {shapes[0]}, and the original's {shapes[1]}"
             )
-        keys = jax.random.split(key, original.num_envs)
-        action = jax.vmap(partial(random_action, original.single_action_space))(keys)
+        action = jax.vmap(draw)(jax.random.split(key, original.num_envs))
         return tuple(step(handle, action) for handle, _ in sides), jax.tree.map(errors_of, *results)
 
     sides = reset(port, seed=seed), reset(original, seed=seed)
-    keys = jax.random.split(jax.random.key(seed), num_steps)
-    return jax.device_get(jax.jit(partial(jax.lax.scan, body))(sides, keys)[1])
+    draw = partial(random_action, original.single_action_space)
+    return jax.device_get(
+        jax.jit(partial(jax.lax.scan, body))(sides, jax.random.split(jax.random.key(seed), num_steps))[1]
+    )
 
 
 _MIN_RESETS = 16  # number of samples with which two-sample tests can find a difference
-_TRANSITIONS = (
-    "other results after another reset: random, or set_state leaves a part",
-    "equal from a state",
-)

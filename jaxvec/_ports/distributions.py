@@ -234,11 +234,11 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
             "return": old["return"] + results["reward"],
             "length": old["length"] + 1,
             **{name: results.get(name, is_done(results)) for name in FLAGS},
-        }
-        # An episode that ends before a probe keeps its last observation.
-        new |= {
-            name: jax.tree.map(partial(jnp.where, number <= at), new["obs"], old[name])
-            for name, at in probe_names.items()
+            # An episode that ends before a probe keeps its last observation.
+            **{
+                name: jax.tree.map(partial(jnp.where, number <= at), results["obs"], old[name])
+                for name, at in probe_names.items()
+            },
         }
         new = select(live, like(old, new), old)
         return env, number + 1, live & ~is_done(results), new
@@ -248,8 +248,13 @@ def _play(begin: Any, move: Any, act: Any, max_steps: int, probes: Sequence[int]
         return live.any() & (number <= max_steps)
 
     zeros = jnp.zeros(num_envs, jnp.float32)
-    flags = dict.fromkeys(FLAGS, zeros > 0)
-    new = {"obs": first, "return": zeros, "length": zeros, **flags, **dict.fromkeys(probe_names, first)}
+    new = {
+        "obs": first,
+        "return": zeros,
+        "length": zeros,
+        **dict.fromkeys(FLAGS, zeros > 0),
+        **dict.fromkeys(probe_names, first),
+    }
     *_, last = jax.lax.while_loop(unfinished, body, (env, jnp.int32(1), zeros == 0, new))
     last.pop("obs")
     return by_path({**last, "first obs": first, "first action": choose(1, first)[0]})

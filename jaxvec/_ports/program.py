@@ -50,8 +50,7 @@ class Adapter:
 
     def sent(self, key: jax.Array, state: Any) -> dict[str, Any]:
         """Returns the arrays that the workers get for a step of the port with this key, by path."""
-        drawn = {} if self.draws is None else by_path({"draws": self.draws(key)})
-        return {**self.selected(state), **drawn}
+        return self.selected(state) | by_path({"draws": self.draws(key) if self.draws else {}})
 
     def asked(self, step: jax.Array, seed: jax.Array, state: Any, action: Any) -> dict[str, Any]:
         """Returns the actions of several originals, of which each starts with the state of a port."""
