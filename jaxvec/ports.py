@@ -201,8 +201,8 @@ def compare_port(
     return Comparison(
         heading=f"{num_envs * num_steps:,} steps ({num_envs} envs, seed {seed}), original set to states of "
         f"the port {when if set_state else 'never: each episode starts from its own reset'}; "
-        f"{parted_after.size:,} of {episodes:,} episodes differ, after {mean_parted:.1f} steps on average; "
-        f"{drifted:,} drifted",
+        f"{parted_after.size:,} of {episodes:,} episodes differ"
+        f"{f', after {mean_parted:.1f} steps on average' if parted_after.size else ''}; {drifted:,} drifted",
         mode=mode,
         set_to_states=set_state is not None,
         arguments=[
