@@ -336,13 +336,15 @@ def _run_compare(options: Namespace) -> Outcome:
         raise UsageError(str(error)) from error
     different = {*result.differences} - {*options.ignore}
     code = FAILED if different else NOT_TESTED if {*result.untested} - {*options.ignore} else FINE
-    start = "\n".join(_definition(name, text) for name, text in names.items())
-    replays = {path: f"{start}\n{result.replay(path)}" for path in result.leaves if path in different}
+    start = [_definition(name, text) for name, text in names.items()]
+    replays = {
+        path: "\n".join([*start, result.replay(path), ""]) for path in result.leaves if path in different
+    }
     record = {"schema": "jaxvec.compare/1", "exit_code": code, **result.to_dict(), "replays": replays}
     if isinstance(options.json, Path):
         options.json.write_text(json.dumps(record, indent=2))
     if options.replay is not None and replays:
-        options.replay.write_text(f"{next(iter(replays.values()))}\n")
+        options.replay.write_text(next(iter(replays.values())))
     return Outcome(record, str(result), code)
 
 

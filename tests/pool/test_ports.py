@@ -354,7 +354,7 @@ def test_the_command_compares_and_its_replay_runs(port, num_steps, code, tmp_pat
         record = json.loads(file.read_text())
         assert record["differences"] == [*record["replays"]] == ["reward"]
         capsys.readouterr()
-        assert program.read_text() == record["replays"]["reward"] + "\n"
+        assert program.read_text() == record["replays"]["reward"]
         exec(program.read_text(), {})
         ours, theirs = map(float, capsys.readouterr().out.split())
         assert ours != theirs
