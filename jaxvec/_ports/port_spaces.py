@@ -67,7 +67,7 @@ def _limits(space: Any) -> tuple[Any, Any] | None:
         return np.zeros(space.shape, np.int64), np.ones(space.shape, np.int64)
     if hasattr(space, "n") or hasattr(space, "nvec"):
         start = np.asarray(getattr(space, "start", 0), np.int64)
-        return start, start + getattr(space, "nvec", getattr(space, "n", 0)) - 1
+        return start, start + np.asarray(getattr(space, "nvec", getattr(space, "n", 0))) - 1
     low = getattr(space, "low", getattr(space, "minimum", None))  # the latter is Navix's name
     high = getattr(space, "high", getattr(space, "maximum", None))
     if low is None or high is None:
