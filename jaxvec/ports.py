@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxvec._ports.comparison import Comparison, Mode, SpaceResult
 from jaxvec._ports.distributions import Distributions, compare_distributions, compare_resets
@@ -125,19 +126,27 @@ def compare_port(
     port = as_port(port)
     by_prefix = tolerances if isinstance(tolerances, Mapping) else {"": tolerances}
     check_choice("mode", mode, ("one_step", "free_running"))
-    if mode == "one_step" and set_state is None:
-        raise ValueError(
+    each_step = mode == "one_step"
+    checks = (
+        (
+            not each_step or set_state is not None,
             "mode='one_step' sets the original to the port's state before each step, which needs set_state. "
             "Pass set_state=lambda env, state: ..., or, if the original cannot be set to a state, "
-            "mode='free_running', whose episodes start from the original's own resets"
-        )
-    if check_count("num_envs", num_envs, 1) * check_count("num_steps", num_steps, 1) >= 2**31:
-        raise ValueError(
-            f"{num_envs} envs of {num_steps} steps are too many to count; the limit is 2**31 - 1"
-        )
-    if not all(isinstance(value, Real) and value >= 0 for value in by_prefix.values()):
-        raise ValueError(f"tolerances must be numbers of at least 0, not {tolerances!r}")
-    each_step = mode == "one_step"
+            "mode='free_running', whose episodes start from the original's own resets",
+        ),
+        (each_step or draws is None, "draws are for set_state in each step; pass mode='one_step'"),
+        (
+            check_count("num_envs", num_envs, 1) * check_count("num_steps", num_steps, 1) < 2**31,
+            f"{num_envs} envs of {num_steps} steps are too many to count",
+        ),
+        (
+            all(isinstance(value, Real) and 0 <= value < np.inf for value in by_prefix.values()),
+            f"tolerances must be numbers of at least 0, not {tolerances!r}",
+        ),
+    )
+    for is_valid, text in checks:
+        if not is_valid:
+            raise ValueError(text)
     adapter = Adapter(set_state, get_state, select_state, draws, actions, observe)
     with make(adapter.env_fn(port, original, each_step=each_step), num_envs, info=info, **options) as envs:
         own, beyond = envs.call("describe", indices=[0])[0]
@@ -158,20 +167,24 @@ def compare_port(
         is_repeatable = all(envs.call("is_repeatable"))
     leaves = {path: program.result(path, cases[path], steps) for path in cases}
     episodes = int((steps["time"] == 1).sum())
-    declared = {
-        "observation space": port.observation_space if observe is None else None,
-        "action space": port.action_space if actions is None else None,
-        "time limit": port.max_episode_steps,
-        "autoreset": port.autoreset,
-    }
     properties = {
-        **compare_spaces(declared, own),
+        **compare_spaces(
+            {
+                "observation space": port.observation_space if observe is None else None,
+                "action space": port.action_space if actions is None else None,
+                "time limit": port.max_episode_steps,
+                "autoreset": port.autoreset,
+            },
+            own,
+        ),
         **program.mismatches,
         "transitions": SpaceResult(
             "not repeated",
-            "equal from a state"
-            if is_repeatable
-            else "other results after another reset: random, or set_state leaves a part",
+            "other results after another reset: random, or set_state leaves a part"
+            if not is_repeatable
+            else "equal from a state"
+            if set_state
+            else "not repeated",
             is_repeatable,
         ),
     }
@@ -185,6 +198,7 @@ def compare_port(
         properties["autoreset"] = SpaceResult(
             "step returns obs of a reset at ends", own["autoreset"] or NOT_DECLARED, False
         )
+    drifted = int(steps["drifted"].sum())
     limit = own["time limit"] or port.max_episode_steps or 0
     longest = int(steps["time"].max())
     coverage = {
@@ -192,17 +206,18 @@ def compare_port(
         "actions": find_unplayed(action_space, steps["action"], beyond),
         "resets": "" if episodes >= _MIN_RESETS else f"only {episodes} episodes were started",
         "time limit": "" if longest >= limit else f"the longest episode has {longest} of {limit} steps",
+        "drift": f"{drifted:,} of {episodes:,} episodes ended by it" if 2 * drifted > episodes else "",
         "reset options": "resets had none" if options.get("reset_options") else "",
     }
     parted_after = steps["time"][steps["parted"]]
     mean_parted = float(parted_after.mean()) if parted_after.size else float("nan")
-    drifted = int(steps["drifted"].sum())
     when = "before each step" if each_step else "when an episode starts"
     return Comparison(
         heading=f"{num_envs * num_steps:,} steps ({num_envs} envs, seed {seed}), original set to states of "
         f"the port {when if set_state else 'never: each episode starts from its own reset'}; "
         f"{parted_after.size:,} of {episodes:,} episodes differ"
-        f"{f', after {mean_parted:.1f} steps on average' if parted_after.size else ''}; {drifted:,} drifted",
+        f"{f', after {mean_parted:.1f} steps on average' if parted_after.size else ''}; {drifted:,} drifted"
+        f"{'' if get_state else '; states were not compared, without get_state'}",
         mode=mode,
         set_to_states=set_state is not None,
         arguments=[
@@ -274,7 +289,9 @@ def compare_pools(port: Any, original: Any, *, num_steps: int = 1000, seed: int 
     sides = reset(port, seed=seed), reset(original, seed=seed)
     draw = partial(random_action, original.single_action_space)
     return jax.device_get(
-        jax.jit(partial(jax.lax.scan, body))(sides, jax.random.split(jax.random.key(seed), num_steps))[1]
+        jax.jit(partial(jax.lax.scan, body))(
+            sides, jax.random.split(jax.random.key(seed), check_count("num_steps", num_steps, 1))
+        )[1]
     )
 
 

@@ -85,8 +85,7 @@ class SampleResult:
     equal: bool = True  # whether the p-value is above the threshold
 
     def __str__(self) -> str:
-        pairs = zip(self.means, self.errors, strict=True)
-        means = " · ".join(f"{mean:.5g} ± {error:.2g}" for mean, error in pairs)
+        means = " · ".join(map("{:.5g} ± {:.2g}".format, self.means, self.errors))
         return f"p {self.p_value:.2g} in {self.tests} tests, least in element {self.element}: {means}"
 
 
@@ -131,7 +130,15 @@ class Verdict(ABC):
         )
         for argument, names, words in arguments:
             # A leaf also has differences such as "shape of obs".
-            unknown = [name for name in names if not {name, name.split(" ")[-1]} & words]
+            unknown = [
+                name
+                for name in names
+                if not {
+                    name,
+                    str(name).removeprefix("shape of ").removeprefix("dtype of ").removeprefix("result "),
+                }
+                & words
+            ]
             if isinstance(names, str) or unknown:
                 raise ValueError(
                     f"{argument} must be a list of names, not {names!r}; the names are {sorted(words)}"[

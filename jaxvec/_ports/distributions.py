@@ -17,6 +17,7 @@ from jaxvec._ports.original import SetState
 from jaxvec._ports.port import FLAGS, advance, as_port, by_path, check_port, is_done, like
 from jaxvec._ports.port_spaces import random_action
 from jaxvec._ports.program import Adapter, select
+from jaxvec._settings import check_count
 from jaxvec.callbacks._functions import reset, step
 from jaxvec.callbacks._make import make
 
@@ -128,7 +129,9 @@ def compare_distributions(
         ```
     """
     port = as_port(port)
-    rounds = -(-num_episodes // num_envs)
+    rounds = -(-check_count("num_episodes", num_episodes, 1) // check_count("num_envs", num_envs, 1))
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must be a probability between 0 and 1, not {alpha!r}")
 
     def begin_port(key: jax.Array) -> Any:
         return jax.vmap(port.reset)(jax.random.split(key, num_envs))
@@ -139,8 +142,7 @@ def compare_distributions(
     def begin_original(key: jax.Array) -> Any:
         handle, timestep = reset(envs, seed=key)
         state, obs = begin_port(key)
-        if set_state is None:
-            obs = adapter.observed(timestep.obs)["obs"]
+        obs = adapter.observed(timestep.obs)["obs"] if set_state is None else obs
         # The first of an episode's steps sets the state, and resets the original again before it does.
         number = jnp.full(num_envs, 2 if set_state is None else 1, jnp.int32)
         return (handle, number, jax.vmap(adapter.selected)(state)), obs
@@ -154,14 +156,14 @@ def compare_distributions(
     sides = (begin_port, step_port), (begin_original, step_original)
     adapter = Adapter(set_state, None, select_state, None, actions, observe)
     with make(adapter.env_fn(port, original, each_step=False), num_envs, **options) as envs:
-        asked: Any = envs.single_action_space
-        own = asked["action"] if actions is None else port.action_space
+        own = port.action_space if actions else envs.single_action_space["action"]  # pyright: ignore[reportIndexIssue]
         act = partial(_favouring, own) if policy is None else lambda key, obs, _: policy(key, obs)
         results = check_port(port, lambda key, obs, _: act(key, obs, key))
 
         play = jax.jit(
             lambda pair: [
-                _play(*side, act, max_steps, probes, key) for side, key in zip(sides, pair, strict=True)
+                _play(*side, act, check_count("max_steps", max_steps, 1), probes, key)
+                for side, key in zip(sides, pair, strict=True)
             ]
         )
         parts = [jax.device_get(play(keys)) for keys in jax.random.split(jax.random.key(seed), (rounds, 2))]
@@ -189,9 +191,12 @@ def compare_distributions(
     samples = {
         name: compare_samples(*pair, conditions=[] if name.startswith("first") else conditions)
         for name, pair in pairs.items()
-        if f"shape of {name}" not in mismatches
+        if f"shape of {name}" not in mismatches and (set_state is None or not name.startswith("first obs"))
     }
-    coverage = {name: "" if original_samples[name].any() else "always 0" for name in ("return", *FLAGS)}
+    coverage = {
+        **{name: "" if original_samples[name].any() else "always 0" for name in ("return", *FLAGS)},
+        "first obs": "" if set_state is None else "set_state sets the original to the port's",
+    }
     samples, threshold = with_thresholds(samples, alpha)
     return Distributions(
         samples=samples,
@@ -298,12 +303,15 @@ def compare_samples(port: Any, original: Any, tolerance: float = 0.0, conditions
     """
     both = _stack(port, original)
     odd: Any = np.stack([np.isnan(both), np.isposinf(both), np.isneginf(both)]).any(2)
-    largest = np.abs(np.where(np.isfinite(both), both, 0)).max((0, 1))
+    # Integers are not rounded.
+    largest = np.abs(np.where(np.isfinite(both), both, 0)).max((0, 1)) * (
+        np.result_type(port, original).kind == "f"
+    )
     finite = np.nan_to_num(both, nan=1e30, posinf=1e31, neginf=-1e31)
     # Sums that are rounded in another order are the same value.
     distance = np.maximum.reduce([2e-6 * largest, tolerance * np.maximum(1, largest), 0 * largest + 2e-7])
     varied = np.flatnonzero(np.ptp(finite, axis=(0, 1)) > distance)
-    groups = [group for condition in conditions for group in _groups(_stack(*condition))]
+    groups = [group for condition in conditions for group in _groups(_stack(*condition), tolerance)]
     p_values = np.where((odd[:, 0] != odd[:, 1]).any(0), 0.0, 1.0)
     for element in varied:
         column = finite[..., element]
@@ -327,7 +335,7 @@ def _stack(port: Any, original: Any) -> Any:
     return np.stack([port, original]).astype(np.float64).reshape(2, len(port), -1)
 
 
-def _groups(condition: Any) -> Iterator[Any]:
+def _groups(condition: Any, tolerance: float) -> Iterator[Any]:
     """Yields masks `[2, samples]` of the samples in which an element of a condition has similar values."""
     varied = np.flatnonzero(np.ptp(condition, axis=(0, 1)))
     for element in varied[:_MAX_CONDITIONS]:
@@ -335,7 +343,9 @@ def _groups(condition: Any) -> Iterator[Any]:
         starts = np.unique(values)
         if len(starts) > _MAX_CONDITIONS:
             starts = np.unique(np.quantile(values, np.arange(_GROUPS) / _GROUPS))
-        labels = np.searchsorted(starts, values, side="right")
+        # Equal values may be rounded differently.
+        edges = starts - np.clip(tolerance, 2e-6, 0.1) * np.maximum(0.1, np.abs(starts))
+        labels = np.searchsorted(edges, values, side="right")
         groups = [labels == label for label in range(1, len(starts) + 1)]
         yield from (group for group in groups if group.any(1).all())
 

@@ -117,7 +117,9 @@ class Original(gymnasium.Env[Any, Any]):
     def is_repeatable(self) -> bool:
         """Returns whether steps from some of the states have equal results after different resets."""
         runs = [[self._move(action, seed)[:2] for seed in range(2)] for action in self._kept]
-        results = [{pickle.dumps((results["obs"], reward)) for results, reward in run} for run in runs]
+        results = [
+            {pickle.dumps((results | {"reset": None}, reward)) for results, reward in run} for run in runs
+        ]
         return all(len(different) == 1 for different in results)
 
     def close(self) -> None:
@@ -136,7 +138,8 @@ class Original(gymnasium.Env[Any, Any]):
             if self._time_limit is not None:
                 self._time_limit._elapsed_steps = number - 1
             try:
-                self._set_state(self._env, action["state"])  # pyright: ignore[reportOptionalCall]
+                # A copy, which the env may keep and change.
+                self._set_state(self._env, deepcopy(action["state"]))  # pyright: ignore[reportOptionalCall]
                 for path, value in self._read_state().items() if number == 1 else ():
                     np.testing.assert_allclose(
                         value, action["state"][path], 1e-5, 1e-5, err_msg=f"get_state after set_state: {path}"

@@ -86,7 +86,10 @@ def random_action(space: Any, key: jax.Array, *_: Any, beyond: bool = False) -> 
 def _draw(space: Any, key: jax.Array, beyond: bool) -> jax.Array:
     limits = _limits(space)
     if limits is None or not np.isfinite(limits).all():
-        raise ValueError(f"there are no random actions for {space}; pass policy=lambda key, obs, state: ...")
+        raise ValueError(
+            f"there are no random actions for {space}; pass policy=lambda key, obs, state: ..., or, with "
+            "actions=, give the port an action_space"
+        )
     low, high = limits
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
     if dtype.kind != "f":

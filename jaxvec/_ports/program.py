@@ -63,8 +63,8 @@ class Adapter:
 
     def observed(self, results: dict[str, Any]) -> dict[str, Any]:
         """Returns the results of several originals, with observations in the port's form."""
-        obs = results["obs"]
-        return {**results, "obs": obs if self.observe is None else jax.vmap(self.observe)(obs)}
+        observe = jax.vmap(self.observe) if self.observe else lambda obs: obs
+        return {**results, "obs": observe(results["obs"])}
 
     def env_fn(self, port: Port, original: Any, *, each_step: bool) -> Callable[[], Original]:
         """Returns the function that makes the original of a port as an env for the workers."""
@@ -118,9 +118,11 @@ class Program:
 
     def begin(self, root: jax.Array, number: Any) -> dict[str, Any]:
         """Returns new episodes of all envs: the port's side, and `time`, the number of the next step."""
-        keys = jax.random.split(jax.random.fold_in(root, number), self.num_envs)
-        if self.episode is not None:
-            keys = jax.random.wrap_key_data(jnp.tile(np.array(self.episode, np.uint32), (self.num_envs, 1)))
+        keys = (
+            jax.random.split(jax.random.fold_in(root, number), self.num_envs)
+            if self.episode is None
+            else jax.random.wrap_key_data(jnp.tile(np.array(self.episode, np.uint32), (self.num_envs, 1)))
+        )
         state, obs = jax.vmap(lambda key: self.port.reset(jax.random.fold_in(key, 0)))(keys)
         return {
             "keys": keys,
@@ -157,9 +159,10 @@ class Program:
             after, results = advance(self.port, keys, twin, action)
             going["twins"].append(jax.tree.map(partial(_scale, scale), after))
             for path, leaf in by_path(results).items():
-                allowed[path] = jnp.maximum(allowed[path], errors_of(leaf, port[path]))
-        obs = [error for path, error in allowed.items() if _is_below(path, "obs")]
-        going["drift"] = jnp.stack(obs).max(0)
+                error = jnp.nan_to_num(errors_of(leaf, port[path]), posinf=0.0)  # a twin may leave a domain
+                allowed[path] = jnp.maximum(allowed[path], error)
+        floats = [allowed[path] for path in port if _is_below(path, "obs") and is_float(port[path])]
+        going["drift"] = jnp.stack([playing["drift"], *floats]).max(0)
         # Floats without a tolerance have to be equal.
         return {
             path: error for path, error in allowed.items() if self.tolerance(path) or not is_float(port[path])
@@ -237,7 +240,8 @@ class Program:
         )
         done = is_done(port)
         differs = jnp.stack([*different.values()]).any(0)
-        drifted = going["drift"] > _MAX_DRIFT
+        flips = [(errors[path] > 0) & ~different[path] for path in (*FLAGS, "done") if path in cases]
+        drifted = jnp.stack([going["drift"] > _MAX_DRIFT, *flips]).any(0)
         going["parted"] = playing["parted"] | differs
         ended = done if self.each_step else done | original["done"] | differs | drifted
         going = jax.lax.cond(

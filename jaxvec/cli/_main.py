@@ -332,26 +332,30 @@ def _run_compare(options: Namespace) -> Outcome:
         )
         # Refuses unknown names.
         result.assert_equal(ignore=[*result.differences, *result.untested, *options.ignore])
-    except (JaxvecError, TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
-    different = {*result.differences} - {*options.ignore}
-    code = FAILED if different else NOT_TESTED if {*result.untested} - {*options.ignore} else FINE
-    start = [_definition(name, text) for name, text in names.items()]
-    replays = {
-        path: "\n".join([*start, result.replay(path), ""]) for path in result.leaves if path in different
-    }
-    record = {"schema": "jaxvec.compare/1", "exit_code": code, **result.to_dict(), "replays": replays}
-    if isinstance(options.json, Path):
-        options.json.write_text(json.dumps(record, indent=2))
-    if options.replay is not None and replays:
-        options.replay.write_text(next(iter(replays.values())))
-    return Outcome(record, str(result), code)
+        different = {*result.differences} - {*options.ignore}
+        code = FAILED if different else NOT_TESTED if {*result.untested} - {*options.ignore} else FINE
+        start = ["from importlib import import_module", *(_definition(*item) for item in names.items())]
+        replays = {
+            path: "\n".join([*start, result.replay(path), ""]) for path in result.leaves if path in different
+        }
+        record = {"schema": "jaxvec.compare/1", "exit_code": code, **result.to_dict(), "replays": replays}
+        if isinstance(options.json, Path):
+            options.json.write_text(json.dumps(record, indent=2))
+        if options.replay is not None and replays:
+            options.replay.write_text(next(iter(replays.values())))
+        return Outcome(record, str(result), code)
+    except Exception as error:
+        raise UsageError(
+            str(error)
+            if isinstance(error, JaxvecError | TypeError | ValueError | UsageError)
+            else f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _definition(name: str, text: str) -> str:
     """Returns Python that gives `name` to what an argument says."""
     module, _, rest = text.rpartition(":")
-    return f"import {module}; {name} = {module}.{rest}" if module else f"{name} = {text!r}"
+    return f"{name} = " + (f"import_module({module!r}).{rest}" if module and "-" not in rest else repr(text))
 
 
 _FUNCTIONS = ("set_state", "get_state", "select_state", "draws", "actions", "observe", "policy")

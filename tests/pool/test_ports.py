@@ -258,6 +258,7 @@ def changed(change):
         ({"tolerances": float("nan")}, "tolerances must be numbers of at least 0, not nan"),
         ({"tolerances": {"obs": "1e-3"}}, "tolerances must be numbers"),
         ({"num_steps": 2**31}, "too many to count"),
+        ({"mode": "free_running", "draws": jax.random.normal}, "draws are for set_state in each step"),
         ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
         ({"original": 3}, "original must be a Gymnasium id"),
         ({"port": object()}, "no env of gymnax"),
@@ -339,14 +340,16 @@ def test_actions_at_and_beyond_bounds_and_random_originals(port, original, found
         assert all(text in str(caught.value) for text in ("seed 0", "earliest: step", "largest: step"))
 
 
-@pytest.mark.parametrize(("port", "num_steps", "code"), [("LATE", 20, 1), ("RIGHT", 2, 3), ("NONE", 2, 2)])
+@pytest.mark.parametrize(
+    ("port", "num_steps", "code"),
+    [("LATE", 20, 1), ("RIGHT", 2, 3), ("NONE", 2, 2), ("RIGHT --observe port:OBS.index", 2, 2)],
+)
 def test_the_command_compares_and_its_replay_runs(port, num_steps, code, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "my_port", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "port", sys.modules[__name__])  # also the name of an argument
     file = tmp_path / "out.json"
     program = tmp_path / "replay.py"
     arguments = (
-        f"my_port:{port} my_port:make_cart --set-state my_port:set_state --num-envs 2 --json {file} "
-        f"--replay {program}"
+        f"port:{port} port:make_cart --set-state port:set_state --num-envs 2 --json {file} --replay {program}"
     )
     assert main(["compare", *arguments.split(), "--num-steps", str(num_steps)]) == code
     assert file.exists() == (code != 2)
@@ -495,6 +498,44 @@ class Tenths(gymnasium.Env):
         return np.float32(self.sum), float(self.sum >= 1), self.sum >= 1, False, {}
 
 
+class Fuel(gymnasium.Env):
+    """Moves to the right on a grid until its fuel is used, and keeps the array of its state."""
+
+    observation_space = spaces.Dict(
+        cell=spaces.Box(0, 99, (), np.int32), angle=spaces.Box(-9, 9, (), np.float32)
+    )
+    action_space = spaces.Discrete(1)
+
+    def reset(self, *, seed=None, options=None):
+        self.state = np.zeros(2, np.float32)  # position and used fuel
+        return self._obs(), {}
+
+    def step(self, action):
+        self.state += [0.25 * (self.state[1] < 1), 0.25]
+        return self._obs(), 0.0, bool(self.state[1] >= 3), False, {}
+
+    def _obs(self):
+        return {"cell": np.int32(self.state[0]), "angle": np.arccos(np.float32(1 - 1e-7) - 0 * self.state[0])}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fuel", "found"),
+    [("one_step", 1, []), ("free_running", 1, []), ("free_running", 99, ["obs/cell"])],
+)
+def test_discrete_observations_nan_and_kept_arrays_hide_nothing(mode, fuel, found):
+    def observe(state):
+        return {"cell": state[0].astype(int), "angle": jnp.arccos(jnp.float32(1 - 1e-7) - 0 * state[0])}
+
+    def step(key, state, action):
+        state += jnp.array([0.25 * (state[1] < fuel), 0.25])
+        return state, {"obs": observe(state), "reward": 0.0, "terminated": state[1] >= 3, "truncated": False}
+
+    start = jnp.zeros(2)
+    options = {"set_state": lambda env, state: setattr(env, "state", state["state"]), "tolerances": 1e-5}
+    result = compare(Port(lambda key: (start, observe(start)), step), original=Fuel, mode=mode, **options)
+    assert result.differences == found
+
+
 @pytest.mark.parametrize(("limit", "found"), [(1.0, []), (0.95, ["reward", "terminated"])])
 def test_a_flag_that_rounding_flips_is_no_difference(limit, found):
     def step(key, total, action):
@@ -504,7 +545,9 @@ def test_a_flag_that_rounding_flips_is_no_difference(limit, found):
 
     port = Port(lambda key: (jnp.float32(0),) * 2, step)
     options = {"set_state": None, "mode": "free_running", "tolerances": 1e-5}
-    assert compare(port, original=Tenths, **options).differences == found
+    result = compare(port, original=Tenths, **options)
+    assert result.differences == found
+    assert ("drift" in result.untested) == (found == [])
 
 
 def test_nan_equals_nan_and_large_integers_are_compared_exactly():

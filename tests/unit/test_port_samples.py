@@ -19,6 +19,14 @@ def test_close_values_differ_and_rounded_ones_do_not(number):
     assert compare_samples(step, other).p_value > 0.01
 
 
+def test_integers_are_not_rounded_and_groups_respect_rounding():
+    large = np.array([1_000_000, 1_000_001] * 64)
+    assert compare_samples(large + 1, large).p_value < 1e-5
+    tenths = RNG.choice(np.append(np.arange(59), 59 * [31]), 512)
+    port, original = np.float32(tenths) * np.float32(0.1), np.float32(0.1 * tenths)  # one ulp apart
+    assert compare_samples(port, original, conditions=[(port, original)]).p_value > 0.01
+
+
 def test_nan_on_one_side_and_other_dependences_differ():
     values = RNG.normal(size=1024)
     for odd, other in [(np.nan, 0.0), (np.inf, 0.0), (np.inf, -np.inf), (np.inf, np.nan)]:
