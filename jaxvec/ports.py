@@ -180,11 +180,11 @@ def compare_port(
         **program.mismatches,
         "transitions": SpaceResult(
             "not repeated",
-            "other results after another reset: random, or set_state leaves a part"
-            if not is_repeatable
+            "not repeated"
+            if set_state is None
             else "equal from a state"
-            if set_state
-            else "not repeated",
+            if is_repeatable
+            else "other results after another reset: random, or set_state leaves a part",
             is_repeatable,
         ),
     }
