@@ -236,14 +236,13 @@ class Backend(ABC):
 
     Example:
         ```python
-        from jaxvec.backends import LocalLauncher, ProcessWorkers
-
         class TwoProcesses(jaxvec.Backend):
             def num_workers(self, num_instances, timeout):
                 return min(num_instances, 2)
 
             def start(self, recipe, *, learn_info):
-                return ProcessWorkers(recipe, LocalLauncher(recipe), learn_info=learn_info)
+                launcher = jaxvec.backends.LocalLauncher(recipe)
+                return jaxvec.backends.ProcessWorkers(recipe, launcher, learn_info=learn_info)
 
         with jaxvec.make("CartPole-v1", 4, backend=TwoProcesses()) as envs:
             print(envs.num_workers)  # 2
