@@ -296,16 +296,17 @@ class Walk(gymnasium.Env):
 
     def __init__(self, noise=0.0, strict=False):
         self.noise, self.strict = noise, strict
+        self.place = np.zeros(2, np.float32)  # also the observation, whose memory is reused
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.place = np.zeros(2, np.float32)
+        self.place[:] = 0
         return self.place, {}
 
     def step(self, action):
         assert not self.strict or self.action_space.contains(action)
         noise = self.noise * self.np_random.normal(size=2)
-        self.place = np.float32(self.place + np.clip(action, -1, 1) + noise)
+        self.place[:] = self.place + np.clip(action, -1, 1) + noise
         return self.place, 0.0, bool(self.place[0] > 2), False, {}
 
 
@@ -325,11 +326,12 @@ def walk(clips=True, noise=0.0):
         (replace(walk(), max_episode_steps=99), Walk, []),
         (walk(clips=False), Walk, ["obs", "terminated"]),
         (walk(noise=1.0), partial(Walk, 1.0), ["obs", "terminated", "transitions"]),
+        (walk(noise=1e-5), partial(Walk, 1e-5), ["obs", "transitions"]),
     ],
-    ids=["equal", "strict", "undeclared limit", "without a clip", "random"],
+    ids=["equal", "strict", "undeclared limit", "without a clip", "random", "a little random"],
 )
 def test_actions_at_and_beyond_bounds_and_random_originals(port, original, found):
-    options = {"set_state": lambda env, state: setattr(env, "place", state["state"]), "num_envs": 16}
+    options = {"set_state": lambda env, state: np.copyto(env.place, state["state"]), "num_envs": 16}
     result = compare(port, original=original, **options)
     assert result.differences == found
     assert result.untested == {"reward": "always 0", "truncated": "always 0"}
