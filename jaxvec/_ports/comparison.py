@@ -124,22 +124,13 @@ class Verdict(ABC):
                 earliest and the largest difference of each leaf.
             ValueError: A name is unknown.
         """
-        arguments = (
-            ("ignore", ignore, {*self.records, *self.coverage}),
-            ("require", require, {*self.coverage}),
-        )
-        for argument, names, words in arguments:
+        results = {*self.records, *self.coverage}
+        for argument, names, words in (("ignore", ignore, results), ("require", require, {*self.coverage})):
             # A leaf also has differences such as "shape of obs".
-            unknown = [
-                name
-                for name in names
-                if not {
-                    name,
-                    str(name).removeprefix("shape of ").removeprefix("dtype of ").removeprefix("result "),
-                }
-                & words
-            ]
-            if isinstance(names, str) or unknown:
+            known = words | {
+                f"{kind} {word}" for kind in ("shape of", "dtype of", "result") for word in words
+            }
+            if isinstance(names, str) or not {*names} <= known:
                 raise ValueError(
                     f"{argument} must be a list of names, not {names!r}; the names are {sorted(words)}"[
                         :_MAX_TEXT
@@ -149,9 +140,12 @@ class Verdict(ABC):
         gaps = [name for name in self.untested if name not in ignore]
         untested = f"not tested: {', '.join(f'{name} ({self.untested[name]})' for name in gaps) or 'nothing'}"
         if different:
-            start = f"the port differs from its original in {', '.join(different)}"[:_MAX_TEXT]
-            lines = [f"{name}: {self.records[name]}"[:_MAX_TEXT] for name in different[:4]]
-            raise AssertionError("\n".join([start, f"seed {self.seed}; {untested}"[:_MAX_TEXT], *lines]))
+            lines = [
+                f"the port differs from its original in {', '.join(different)}",
+                f"seed {self.seed}; {untested}",
+                *(f"{name}: {self.records[name]}" for name in different[:4]),
+            ]
+            raise AssertionError("\n".join(line[:_MAX_TEXT] for line in lines))
         if {*require} & {*gaps}:
             raise AssertionError(f"no difference was found, but {untested}"[:_MAX_TEXT])
         if gaps:

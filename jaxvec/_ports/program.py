@@ -21,7 +21,7 @@ from jaxvec.callbacks._functions import reset, step
 
 @dataclass(frozen=True)
 class Adapter:
-    """What stands between a port and its original: functions of one env.
+    """Connects a port with its original, by functions of one env.
 
     The first two run in the workers, and the others in the program.
 
@@ -116,6 +116,11 @@ class Program:
         )
         return cases, samples, steps
 
+    @property
+    def may_drift(self) -> bool:
+        """Whether rounding errors add up, and some are accepted."""
+        return not self.each_step and any(self.tolerances.values())
+
     def begin(self, root: jax.Array, number: Any) -> dict[str, Any]:
         """Returns new episodes of all envs: the port's side, and `time`, the number of the next step."""
         keys = (
@@ -130,7 +135,7 @@ class Program:
             "obs": obs,
             "time": jnp.ones(self.num_envs, jnp.int32),
             "parted": jnp.zeros(self.num_envs, bool),
-            "twins": [state, state],  # copies of the state with rounding errors
+            "twins": [state, state] if self.may_drift else [],  # copies of the state with rounding errors
             "drift": jnp.zeros(self.num_envs, jnp.float32),  # largest error of the twins until now
         }
 
@@ -216,8 +221,7 @@ class Program:
         handle, timestep = step(handle, asked)
         original = self.results_of(timestep)
         errors = {path: errors_of(port[path], original[path]) for path in cases}
-        may_drift = not self.each_step and any(self.tolerances.values())
-        allowed = self.step_twins(playing, going, action, port) if may_drift else {}
+        allowed = self.step_twins(playing, going, action, port) if self.may_drift else {}
         different = {
             path: error > self.tolerance(path) + allowed.get(path, 0.0) for path, error in errors.items()
         }
